@@ -1,0 +1,171 @@
+"""Options of the scheduler, validated once, when they are made.
+
+Names are the production engine's where it has them (engine-semantics §11). Where a default differs
+from it, `docs/design.md` says why.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from mdi_shared.errors import ConfigError
+
+UNLIMITED = 2**30
+WATERMARK = 0.9  # share of the block pool above which no new prefill is wanted (§2.2)
+CHUNK_POLICIES = ("token_budget", "cost_target")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Everything the scheduler of one rank needs to know.
+
+    Lengths and budgets are tokens, `num_blocks` counts KV blocks of `block_size` tokens including
+    block 0, which is never handed out. `max_num_batched_tokens=None` derives the budget (see
+    `token_budget`). Raises `ConfigError` naming the field, its value and what is allowed.
+    """
+
+    max_num_seqs: int = 256
+    max_model_len: int = 131_072
+    max_num_batched_tokens: int | None = None
+    chunked_prefill: bool = True
+    prefill_attempt_interval: int = 70
+    prefill_any_attempt_interval: int = 100
+    prefill_max_sum_seqlen_k: int = UNLIMITED
+    stop_preempted_request: bool = False
+    lookahead: int = 0
+    block_size: int = 128
+    num_blocks: int = 16_384
+    state_slot_ratio: float = 1.2
+    num_draft_tokens: int = 0
+    enable_zos: bool = True
+    context_parallel_size: int = 1
+    eos_token_id: int = 1
+    chunk_policy: str = "token_budget"
+    prefill_target_ms: float | None = None
+    strict_upstream: bool = False
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        for name in (
+            "max_num_seqs", "max_model_len", "prefill_attempt_interval",
+            "prefill_any_attempt_interval", "block_size", "context_parallel_size",
+        ):  # fmt: skip
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
+        for name in ("lookahead", "num_draft_tokens", "eos_token_id"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "must be at least 0")
+        _require(self.num_blocks >= 2, "num_blocks", self.num_blocks,
+                 "must be at least 2 (block 0 is reserved)")  # fmt: skip
+        _require(self.state_slot_ratio >= 1.0, "state_slot_ratio", self.state_slot_ratio,
+                 "must be at least 1.0 slot per seat")  # fmt: skip
+        self._check_budget()
+        self._check_chunk_policy()
+
+    def _check_budget(self) -> None:
+        budget, rows = self.max_num_batched_tokens, self.max_num_seqs * (1 + self.num_draft_tokens)
+        if budget is not None:
+            _require(budget >= rows, "max_num_batched_tokens", budget,
+                     f"must be at least max_num_seqs * (1 + num_draft_tokens) = {rows}, "
+                     "the rows of a full decode step")  # fmt: skip
+            _require(budget >= self.cp_align, "max_num_batched_tokens", budget,
+                     f"must be at least 2 * context_parallel_size = {self.cp_align}")  # fmt: skip
+            _require(self.chunked_prefill or budget >= self.max_model_len,
+                     "max_num_batched_tokens", budget,
+                     f"without chunked_prefill it must hold a whole prompt, max_model_len = "
+                     f"{self.max_model_len}; raise it, lower max_model_len, or set "
+                     "chunked_prefill = true")  # fmt: skip
+        _require(self.prefill_max_sum_seqlen_k >= self.prompt_limit, "prefill_max_sum_seqlen_k",
+                 self.prefill_max_sum_seqlen_k,
+                 f"must be at least the longest admissible prompt, {self.prompt_limit}")  # fmt: skip
+        _require(self.block_size >= 1 + self.num_draft_tokens, "block_size", self.block_size,
+                 "must be at least 1 + num_draft_tokens, or a step could need two blocks")  # fmt: skip
+
+    def _check_chunk_policy(self) -> None:
+        _require(self.chunk_policy in CHUNK_POLICIES, "chunk_policy", self.chunk_policy,
+                 f"must be one of {', '.join(CHUNK_POLICIES)}")  # fmt: skip
+        target = self.prefill_target_ms
+        if self.chunk_policy == "cost_target":
+            _require(target is not None and target > 0, "prefill_target_ms", target,
+                     "chunk_policy = 'cost_target' needs a step time above 0 ms")  # fmt: skip
+            _require(self.chunked_prefill, "chunked_prefill", self.chunked_prefill,
+                     "chunk_policy = 'cost_target' splits prompts, so it must be true")  # fmt: skip
+        else:
+            _require(target is None, "prefill_target_ms", target,
+                     "is used by chunk_policy = 'cost_target' only")  # fmt: skip
+
+    @property
+    def cp_align(self) -> int:
+        """Chunk lengths are counted in multiples of this many tokens (§2.3)."""
+        return 1 if self.context_parallel_size == 1 else 2 * self.context_parallel_size
+
+    @property
+    def token_budget(self) -> int:
+        """Prefill tokens per step.
+
+        Not given: 8,192 with chunked prefill, else one whole prompt, and never less than a full
+        decode step. `strict_upstream` keeps the production rule (§2.10), whose budget follows
+        max_model_len even when prompts can be chunked.
+        """
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        rows = self.max_num_seqs * (1 + self.num_draft_tokens)
+        if self.chunked_prefill and not self.strict_upstream:
+            return max(8_192, rows)
+        return max(self.max_model_len, 4_096, rows)
+
+    @property
+    def prompt_limit(self) -> int:
+        """Longest prompt admitted, tokens."""
+        if self.chunked_prefill:
+            return self.max_model_len
+        return min(self.max_model_len, self.token_budget)
+
+    @property
+    def num_slots(self) -> int:
+        """State slots including slot 0, which is never handed out."""
+        return int(self.state_slot_ratio * self.max_num_seqs) + 1
+
+    @property
+    def runtime_max_model_len(self) -> int:
+        """Positions a step may touch: the cap plus drafts in flight (§11)."""
+        drafts = self.num_draft_tokens
+        return self.max_model_len + 2 * drafts + (drafts + 1 if self.enable_zos else 0)
+
+    def require_pool_fits(self) -> None:
+        """Raise `ConfigError` when one request of `max_model_len` could exhaust the pool.
+
+        The production engine refuses to start in that case (§2.10): runtime_max_model_len must
+        not exceed 80 % of the pool's tokens.
+        """
+        most = int(0.8 * self.block_size * self.num_blocks)
+        if self.runtime_max_model_len > most:
+            need = -(-self.runtime_max_model_len * 10 // (8 * self.block_size))
+            raise ConfigError(
+                "num_blocks", self.num_blocks,
+                f"the KV pool is too small for one request of max_model_len = "
+                f"{self.max_model_len}: it needs num_blocks >= {need} (more KV memory), or "
+                f"max_model_len <= {most - (self.runtime_max_model_len - self.max_model_len)}",
+            )  # fmt: skip
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> "SchedulerConfig":
+        """Build from option names and values; an unknown name is an error listing the known ones."""
+        known = [f.name for f in fields(cls)]
+        for name, value in options.items():
+            if name not in known:
+                raise ConfigError(name, value, f"unknown option; known: {', '.join(known)}")
+        return cls(**options)
+
+
+def _require(holds: bool, field: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise ConfigError(field, value, allowed)
+
+
+def _check_types(config: SchedulerConfig) -> None:
+    """An int option takes no bool, string or fraction; a bool option takes no int."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        kinds = str(field.type).split(" | ")
+        name = type(value).__name__ if value is not None else "None"
+        ok = name in kinds or (name == "int" and "float" in kinds)
+        _require(ok, field.name, value, f"must be {' or '.join(kinds)}")

@@ -1,0 +1,173 @@
+"""A request as the user asked for it, and the sequence the scheduler makes of it.
+
+The life cycle is a table, `TRANSITIONS`; nothing else may change a state. The core counts tokens
+and never keeps them: which ids were generated is the driver's business.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from mdi_shared.errors import ConfigError
+
+
+class State(IntEnum):
+    """States of a sequence; everything from STOPPED on is terminal (engine-semantics §1.1)."""
+
+    WAITING = 0
+    RUNNING = 1
+    STOPPED = 2
+    LENGTH_CAPPED = 3
+    ABORTED = 4
+    IGNORED = 5
+    PREEMPTED = 6
+
+
+REASONS = {
+    State.STOPPED: "stop",
+    State.LENGTH_CAPPED: "length",
+    State.ABORTED: "abort",
+    State.IGNORED: "prompt_length_exceeded",
+    State.PREEMPTED: "insufficient_system_resource",
+}
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    # RUNNING is entered when the last prompt chunk is scheduled, not when it completes.
+    State.WAITING: frozenset({State.RUNNING, State.ABORTED, State.IGNORED}),
+    # Back to WAITING: preempted, to be recomputed.
+    State.RUNNING: frozenset(
+        {State.WAITING, State.STOPPED, State.LENGTH_CAPPED, State.ABORTED, State.PREEMPTED}
+    ),
+    **{state: frozenset() for state in REASONS},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the scheduler needs to know of a request.
+
+    `cached_len` prompt tokens are already in an external prefix cache: the first chunk starts
+    behind them, though blocks are reserved for the whole prompt. `chunk_checkpoints` are
+    ascending absolute positions at which a prompt chunk must end.
+    """
+
+    req_id: str
+    prompt_len: int
+    max_tokens: int = 16
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    cached_len: int = 0
+    chunk_checkpoints: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.prompt_len < 1:
+            raise ConfigError("prompt_len", self.prompt_len, "must be at least 1 token")
+        if self.max_tokens < 1:
+            raise ConfigError("max_tokens", self.max_tokens, "must be at least 1 token")
+        if not 0 <= self.cached_len < self.prompt_len:
+            raise ConfigError("cached_len", self.cached_len,
+                              f"must be between 0 and prompt_len - 1 = {self.prompt_len - 1}: "
+                              "the last prompt token is always computed")  # fmt: skip
+        if any(a >= b for a, b in zip((0, *self.chunk_checkpoints), self.chunk_checkpoints,
+                                      strict=False)):  # fmt: skip
+            raise ConfigError("chunk_checkpoints", self.chunk_checkpoints,
+                              "must be positive and ascending")  # fmt: skip
+
+
+class Sequence:
+    """A request inside one scheduler. Counters follow engine-semantics §1.2; all are tokens.
+
+    `num_tokens` is committed (prompt + emitted), `cached` has complete attention state,
+    `inflight_total` bounds the rows of steps scheduled and not yet processed, `inflight_last`
+    is the newest such step's share.
+    """
+
+    __slots__ = (
+        "block_table",
+        "cached",
+        "checkpoints",
+        "chunk_rest",
+        "finish_at",
+        "inflight_last",
+        "inflight_total",
+        "num_drafts",
+        "num_tokens",
+        "output_len",
+        "prev_cached",
+        "process_count",
+        "prompt_len",
+        "request",
+        "schedulable",
+        "schedule_count",
+        "seq_id",
+        "slot",
+        "state",
+        "stop_ids",
+    )
+
+    def __init__(
+        self, seq_id: int, request: Request, *, eos_token_id: int, max_model_len: int
+    ) -> None:
+        self.seq_id = seq_id
+        self.request = request
+        self.prompt_len = request.prompt_len
+        self.num_tokens = request.prompt_len
+        self.output_len = 0
+        self.cached = request.cached_len
+        self.prev_cached = request.cached_len
+        self.inflight_total = 0
+        self.inflight_last = 0
+        self.num_drafts = 0
+        self.chunk_rest = 0
+        self.checkpoints = list(request.chunk_checkpoints)
+        self.block_table: list[int] = []
+        self.slot = 0
+        self.state = State.WAITING
+        self.schedulable = True
+        self.schedule_count = 0
+        self.process_count = 0
+        stops = set(request.stop_token_ids)
+        if not request.ignore_eos:
+            stops.add(eos_token_id)
+        self.stop_ids = frozenset(stops)
+        # Length at which it ends whatever it says: max_tokens, or one past the model's cap (§1.3).
+        self.finish_at = min(request.prompt_len + request.max_tokens, max_model_len + 1)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state >= State.STOPPED
+
+    @property
+    def finish_reason(self) -> str:
+        return REASONS[self.state]
+
+    def become(self, state: State) -> None:
+        """Move along the life cycle; a move the table lacks is a broken invariant."""
+        assert state in TRANSITIONS[self.state], (
+            f"request {self.request.req_id!r} cannot go from {self.state.name} to {state.name}"
+        )
+        self.state = state
+
+    def blocks_needed(self, block_size: int) -> int:
+        """Blocks for everything committed, in flight and drafted (§1.2)."""
+        tokens = self.num_tokens + self.inflight_total + self.num_drafts
+        return -(-tokens // block_size)
+
+    def append(self, token: int) -> bool:
+        """Commit one token; return True when the sequence finished with it (check_stop, §1.3)."""
+        self.num_tokens += 1
+        self.output_len += 1
+        if token in self.stop_ids:
+            self.become(State.STOPPED)
+        elif self.num_tokens >= self.finish_at:
+            self.become(State.LENGTH_CAPPED)
+        else:
+            return False
+        return True
+
+    def reset_for_recompute(self) -> None:
+        """Forget all attention state but no token (§1.3); consumed checkpoints stay consumed."""
+        self.cached = self.prev_cached = 0
+        self.inflight_total = self.inflight_last = 0
+        self.num_drafts = 0
+        self.chunk_rest = 0
+        self.schedule_count = self.process_count = 0
