@@ -165,7 +165,8 @@ def _check_types(config: SchedulerConfig) -> None:
     """An int option takes no bool, string or fraction; a bool option takes no int."""
     for field in fields(config):
         value = getattr(config, field.name)
-        kinds = str(field.type).split(" | ")
+        declared = field.type
+        kinds = (declared.__name__ if isinstance(declared, type) else str(declared)).split(" | ")
         name = type(value).__name__ if value is not None else "None"
         ok = name in kinds or (name == "int" and "float" in kinds)
         _require(ok, field.name, value, f"must be {' or '.join(kinds)}")
