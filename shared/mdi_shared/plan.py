@@ -37,10 +37,11 @@ class StepItem(NamedTuple):
 
 
 class Rejection(NamedTuple):
-    """A sequence that left the queue without (further) output."""
+    """A sequence that left without (further) output, with what it had put out before."""
 
     seq_id: int
     reason: str
+    output_len: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +100,14 @@ class StepResult:
 
 
 class Emission(NamedTuple):
-    """New tokens of one request, in order; `finish_reason` is set exactly once, on the last."""
+    """New tokens of one request, in order; `finish_reason` is set exactly once, on the last.
+
+    `output_len` counts all its output tokens so far, these included.
+    """
 
     seq_id: int
     tokens: tuple[int, ...]
+    output_len: int
     finish_reason: str | None
 
 
@@ -117,5 +122,22 @@ class StepOutcome:
     step: int
     emissions: tuple[Emission, ...]
     dropped: tuple[int, ...]
+    n_waiting: int
+    n_running: int
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """What `count` repetitions of a decode step changed (see `Scheduler.advance`).
+
+    The pool counters have one entry per repetition, each after its planning. `dropped` belongs
+    to the step that was in flight before the first of the repeated ones; it is empty when there
+    was none.
+    """
+
+    count: int
+    dropped: tuple[int, ...]
+    free_blocks: tuple[int, ...]
+    free_slots: int
     n_waiting: int
     n_running: int

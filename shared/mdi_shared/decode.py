@@ -1,0 +1,142 @@
+"""Which running sequences take part in the next decode step, and who must give way.
+
+Three different orders meet here (engine-semantics §2.4, §13.1): the shortest output is served
+first, the longest output is the victim, and the batch is laid out by falling length.
+"""
+
+from mdi_shared.plan import Rejection
+from mdi_shared.queues import Queues
+from mdi_shared.request import Sequence
+
+
+class DecodeBatch:
+    """The step being assembled. `new_blocks` holds only sequences that took a block."""
+
+    __slots__ = ("batch", "finished", "ignored", "new_blocks", "preempted")
+
+    def __init__(self) -> None:
+        self.batch: list[Sequence] = []
+        self.finished: list[Sequence] = []
+        self.ignored: list[Rejection] = []
+        self.preempted: list[int] = []
+        self.new_blocks: dict[int, tuple[int, ...]] = {}
+
+
+def _by_output(seq: Sequence) -> tuple[int, int]:
+    """Longest output first; of equals the one that came first, which makes it the victim."""
+    return (-seq.output_len, seq.seq_id)
+
+
+def _by_length(seq: Sequence) -> tuple[int, int, int]:
+    return (-seq.num_tokens, -seq.output_len, seq.seq_id)
+
+
+class DecodeSelection:
+    """Assembles decode steps.
+
+    Both orders survive from step to step: every running sequence takes part in every decode step
+    and grows by one, so the lists are sorted again only after somebody joined. With drafts in
+    flight sequences grow unevenly and each step sorts.
+    """
+
+    __slots__ = ("_laid_out", "queues")
+
+    def __init__(self, queues: Queues) -> None:
+        self.queues = queues
+        self._laid_out: list[Sequence] = []
+
+    def select(self) -> DecodeBatch:
+        """Choose the batch, give it blocks and preempt where there are too few."""
+        queues = self.queues
+        out = DecodeBatch()
+        self._collect_finished(out)
+        out.ignored = queues.drop_all_dead()
+        if queues.config.strict_upstream:
+            self._select_strict(out)
+        else:
+            self._select(out)
+        return out
+
+    def _collect_finished(self, out: DecodeBatch) -> None:
+        running = self.queues.running
+        if any(seq.is_finished for seq in running):
+            out.finished = [seq for seq in running if seq.is_finished]
+            self.queues.running = [seq for seq in running if not seq.is_finished]
+
+    def _select(self, out: DecodeBatch) -> None:
+        queues = self.queues
+        stale = queues.order_is_stale or queues.config.num_draft_tokens > 0
+        if stale:
+            queues.running.sort(key=_by_output)
+        picked = self._serve(queues.running, out)
+        if out.preempted:
+            picked.reverse()
+            queues.running = picked
+        queues.order_is_stale = False
+        if stale:
+            self._laid_out = sorted(queues.running, key=_by_length)
+        elif len(self._laid_out) != len(queues.running):
+            here = {seq.seq_id for seq in queues.running}
+            self._laid_out = [seq for seq in self._laid_out if seq.seq_id in here]
+        out.batch = self._laid_out
+
+    def _select_strict(self, out: DecodeBatch) -> None:
+        """Upstream's orders: stable sorts of whatever order the last step left (§2.4)."""
+        queues = self.queues
+        queues.running.sort(key=lambda seq: -seq.output_len)
+        picked = self._serve(queues.running, out)
+        picked.sort(key=lambda seq: -seq.num_tokens)
+        queues.running = picked
+        out.batch = picked
+
+    def _serve(self, running: list[Sequence], out: DecodeBatch) -> list[Sequence]:
+        """Serve from the end of `running`, preempt from its start; return those served."""
+        picked: list[Sequence] = []
+        first, index = 0, len(running)
+        while first < index:
+            index -= 1
+            seq = running[index]
+            while first < index and self._is_starved(seq):
+                self._preempt(running[first], out)
+                first += 1
+            if self._is_starved(seq):
+                self._preempt(seq, out)
+            else:
+                self._fit_table(seq, out)
+                picked.append(seq)
+        return picked
+
+    def _is_starved(self, seq: Sequence) -> bool:
+        """Say whether the pool is too empty for this sequence to go on.
+
+        Upstream wants a free block for every sequence, needed or not; by default only a block
+        that is really needed counts (§2.11, variant 2).
+        """
+        queues = self.queues
+        free = queues.blocks.num_free
+        if queues.config.strict_upstream:
+            return free == 0
+        if free:
+            return False  # one block is always enough: a step adds at most a block's tokens
+        return seq.blocks_needed(queues.config.block_size) > len(seq.block_table)
+
+    def _fit_table(self, seq: Sequence, out: DecodeBatch) -> None:
+        """Give the table exactly the blocks it needs: one more, or the surplus back."""
+        need = seq.blocks_needed(self.queues.config.block_size)
+        have = len(seq.block_table)
+        if need == have:
+            return
+        if need > have:
+            block = self.queues.blocks.allocate()
+            seq.block_table += block
+            out.new_blocks[seq.seq_id] = tuple(block)
+        else:
+            self.queues.blocks.free(reversed(seq.block_table[need:]))
+            del seq.block_table[need:]
+        assert need == len(seq.block_table), f"{seq.request.req_id!r} needs two blocks in one step"
+
+    def _preempt(self, seq: Sequence, out: DecodeBatch) -> None:
+        rejection = self.queues.preempt(seq)
+        out.preempted.append(seq.seq_id)
+        if rejection is not None:
+            out.ignored.append(rejection)

@@ -1,0 +1,167 @@
+"""The serving loop, written once for both worlds.
+
+The loop is part of the policy: when it looks for arrivals and when it waits decides which batches
+are made. So it is a generator that yields what it wants done, as an effect, and is sent the
+answer; a driver answers in virtual time or in wall time and makes no decision of its own.
+
+    poll ─► anyone unfinished? ─► vote ─► plan ─► launch ─► await the step before ─► commit ─┐
+     ▲                                                                                       │
+     └───────────────────────────────────────────────────────────────────────────────────────┘
+
+A prefill step, and every step without ZOS, is awaited in its own turn; a decode step with ZOS is
+awaited in the next one, so that planning overlaps the device (engine-semantics §4.1).
+"""
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from mdi_shared.plan import Advance, Emission, StepOutcome, StepPlan, StepResult
+from mdi_shared.request import REASONS, Request, State
+from mdi_shared.scheduler import Scheduler
+from mdi_shared.vote import ANY, NONE, Ballot
+
+
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """Look at the world. Answer: `News`."""
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """Requests and aborts (by `req_id`) since the last poll, in order of arrival."""
+
+    arrivals: tuple[Request, ...] = ()
+    aborts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """Combine this ballot with those of the other ranks. Answer: bool.
+
+    `topic` is "unfinished" once per turn, "prefill" for the decision and "admitted" for its
+    confirmation. All ranks cast the same topics in the same order.
+    """
+
+    topic: str
+    ballot: Ballot
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Start a step. Answer: int, how many steps the driver took in one go; 1 is always right.
+
+    A driver that can foretell results may take up to `repeats` steps of this very batch, or
+    `repeats_if_quiet` as long as no request arrives before the last of them is planned. Between
+    two launches it awaits the oldest step in flight, as the loop would (`Scheduler.repeats`).
+    """
+
+    plan: StepPlan
+    repeats: int
+    repeats_if_quiet: int
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitStep:
+    """Wait for the oldest step in flight. Answer: `StepResult`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitArrival:
+    """Sleep until something arrives. Answer: bool, False when nothing ever will."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Tell the driver what became visible; no answer.
+
+    `outcome` and `advance` describe processed steps; `emissions` alone are last words of requests
+    that left without a step (aborted or refused).
+    """
+
+    emissions: tuple[Emission, ...] = ()
+    outcome: StepOutcome | None = None
+    advance: Advance | None = None
+
+
+Effect = Poll | Vote | Launch | AwaitStep | AwaitArrival | Report
+Answer = News | StepResult | bool | int | None
+Loop = Generator[Effect, Answer, None]
+
+
+def serve(scheduler: Scheduler, *, num_ranks: int = 1) -> Loop:
+    """Serve until the driver says that nothing will arrive and all requests have ended.
+
+    Yields effects for one rank of `num_ranks`. Raises `DeadlockError` when requests wait that no
+    step can ever serve.
+    """
+    while True:
+        yield from _take_news(scheduler)
+        unfinished = scheduler.has_unfinished()
+        if num_ranks > 1:
+            unfinished = yield Vote("unfinished", Ballot(ANY, unfinished))  # type: ignore[assignment]
+        if not unfinished:
+            yield from _drain(scheduler)
+            if not (yield AwaitArrival()):
+                return
+            continue
+        plan = yield from _plan(scheduler, num_ranks)
+        if plan.ignored:
+            yield Report(_last_words(plan))
+        repeats, if_quiet = scheduler.repeats(plan) if num_ranks == 1 else (1, 1)
+        taken = yield Launch(plan, repeats, if_quiet)
+        assert isinstance(taken, int) and 1 <= taken <= if_quiet, f"{taken} of {if_quiet} steps"
+        if taken > 1:
+            yield Report(advance=scheduler.advance(taken - 1))
+        keep = 1 if scheduler.config.enable_zos and not plan.is_prefill else 0
+        yield from _drain(scheduler, keep)
+        scheduler.release()
+
+
+def _take_news(scheduler: Scheduler) -> Loop:
+    news = yield Poll()
+    assert isinstance(news, News), news
+    for request in news.arrivals:
+        scheduler.submit(request)
+    if news.aborts:
+        ended = [scheduler.abort(req_id) for req_id in news.aborts]
+        yield Report(tuple(emission for emission in ended if emission is not None))
+
+
+def _plan(scheduler: Scheduler, num_ranks: int) -> Generator[Effect, Answer, StepPlan]:
+    """Decide between prefill and decode, with the group where there is one (§2.2)."""
+    ballot = scheduler.ballot()
+    if ballot.rule == NONE:
+        return scheduler.plan_decode(ballot)
+    go: Answer = ballot.want
+    if num_ranks > 1:
+        go = yield Vote("prefill", ballot)
+    if not go:
+        return scheduler.plan_decode(ballot)
+    plan = scheduler.try_prefill(ballot) if ballot.want else None
+    admitted: Answer = plan is not None
+    if num_ranks > 1:
+        # Without this second vote, ranks that cannot admit anyone would keep the group on empty
+        # prefill steps and nobody would decode.
+        admitted = yield Vote("admitted", Ballot(ANY, plan is not None))
+    if not admitted:
+        return scheduler.plan_decode(ballot)
+    return plan if plan is not None else scheduler.plan_idle_prefill(ballot)
+
+
+def _last_words(plan: StepPlan) -> tuple[Emission, ...]:
+    """Final emissions of requests refused or stopped by this plan; aborted ones had theirs."""
+    aborted = REASONS[State.ABORTED]
+    return tuple(
+        Emission(seq_id, (), output_len, reason)
+        for seq_id, reason, output_len in plan.ignored
+        if reason != aborted
+    )
+
+
+def _drain(scheduler: Scheduler, keep: int = 0) -> Loop:
+    """Process steps in flight, oldest first, until `keep` are left."""
+    while scheduler.num_in_flight > keep:
+        result = yield AwaitStep()
+        assert isinstance(result, StepResult), result
+        outcome = scheduler.commit(result)
+        yield Report(outcome.emissions, outcome)

@@ -1,0 +1,143 @@
+"""The sequences of one rank and the memory they hold.
+
+Between engine steps a live sequence is in exactly one of `waiting` (a queue whose head is served
+first) and `running`. This file moves sequences and memory; who is chosen is decided in
+`prefill.py` and `decode.py`.
+"""
+
+from collections import deque
+
+from mdi_shared.blocks import BlockPool, Fit
+from mdi_shared.config import SchedulerConfig
+from mdi_shared.plan import Rejection
+from mdi_shared.request import Sequence, State
+
+
+class Queues:
+    """Waiting and running sequences, the block pool and the state slots of one rank."""
+
+    __slots__ = (
+        "blocks",
+        "config",
+        "live",
+        "num_dead_waiting",
+        "order_is_stale",
+        "running",
+        "slots",
+        "waiting",
+    )
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.blocks = BlockPool(config.num_blocks)
+        self.slots = BlockPool(config.num_slots)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.live: dict[str, Sequence] = {}  # by request id, until finished
+        self.num_dead_waiting = 0  # finished members of `waiting`, so that no step must search it
+        self.order_is_stale = False  # somebody joined `running` since it was last sorted
+
+    def fits(self, seq: Sequence) -> Fit:
+        """Say whether the blocks and the slot of a sequence that holds nothing can be had."""
+        fit = self.blocks.fits(seq.blocks_needed(self.config.block_size))
+        if fit is Fit.OK and self.slots.num_free == 0:
+            return Fit.LATER
+        return fit
+
+    def allocate(self, seq: Sequence) -> None:
+        """Reserve blocks for all its tokens, then a slot (§3)."""
+        assert not seq.block_table and seq.slot == 0, f"{seq.request.req_id!r} holds memory already"
+        seq.block_table = self.blocks.allocate(seq.blocks_needed(self.config.block_size))
+        seq.slot = self.slots.allocate()[0]
+
+    def release(self, seq: Sequence) -> None:
+        """Return whatever the sequence holds, last block first; holding nothing is fine."""
+        self.blocks.free(reversed(seq.block_table))
+        seq.block_table = []
+        if seq.slot:
+            self.slots.free((seq.slot,))
+            seq.slot = 0
+
+    def join_running(self, seq: Sequence) -> None:
+        self.running.append(seq)
+        self.order_is_stale = True
+
+    def requeue(self, seq: Sequence) -> None:
+        """Put a preempted sequence at the front of the queue.
+
+        Upstream lets it overtake a half-prefilled head, which keeps the blocks of its whole prompt
+        and can then starve the one in front of it for ever. By default the half-prefilled head
+        stays first: it needs no further block, so it always gets on.
+        """
+        head_holds = bool(self.waiting) and bool(self.waiting[0].block_table)
+        if head_holds and not self.config.strict_upstream:
+            self.waiting.insert(1, seq)
+        else:
+            self.waiting.appendleft(seq)
+
+    def preempt(self, seq: Sequence) -> Rejection | None:
+        """Take a running sequence's memory at once; its step in flight will be dropped (§2.5).
+
+        Returns a rejection when the configuration stops preempted requests instead of
+        recomputing them.
+        """
+        self.release(seq)
+        if self.config.stop_preempted_request:
+            seq.become(State.PREEMPTED)
+            self.live.pop(seq.request.req_id, None)
+            return Rejection(seq.seq_id, seq.finish_reason, seq.output_len)
+        seq.reset_for_recompute()
+        seq.become(State.WAITING)
+        self.requeue(seq)
+        return None
+
+    def drop_dead(self, seq: Sequence) -> Rejection:
+        """Book a finished sequence out of the queue; the caller has taken it from `waiting`.
+
+        Upstream forgets the memory of one that was aborted between two chunks (§2.6).
+        """
+        if not self.config.strict_upstream:
+            self.release(seq)
+        return Rejection(seq.seq_id, seq.finish_reason, seq.output_len)
+
+    def drop_all_dead(self) -> list[Rejection]:
+        """Remove finished members anywhere in `waiting`."""
+        if self.num_dead_waiting == 0:
+            return []
+        dead = [seq for seq in self.waiting if seq.is_finished]
+        self.waiting = deque(seq for seq in self.waiting if not seq.is_finished)
+        self.num_dead_waiting = 0
+        return [self.drop_dead(seq) for seq in dead]
+
+    def reject_head(self) -> Rejection:
+        """Refuse the head for good: too long for the model, the budget or the pool."""
+        seq = self.waiting.popleft()
+        seq.become(State.IGNORED)
+        self.live.pop(seq.request.req_id, None)
+        return self.drop_dead(seq)
+
+    def check_integrity(self) -> None:
+        """Assert I1, I2, I6, I7 of engine-semantics §1.5 and that no id is lost or held twice."""
+        held: dict[int, int] = {}
+        slots: set[int] = set()
+        for seq in (*self.waiting, *self.running):
+            name = seq.request.req_id
+            if seq.is_finished and self.config.strict_upstream:
+                continue
+            assert 0 <= seq.prev_cached <= seq.num_tokens or seq.is_finished, f"I1: {name}"
+            assert seq.cached <= seq.num_tokens, f"I1: {name} cached {seq.cached}"
+            assert bool(seq.block_table) == bool(seq.slot), f"I7: {name} holds half its memory"
+            for block in seq.block_table:
+                assert block >= 1, f"I7: {name} holds block 0"
+                held[block] = held.get(block, 0) + 1
+            if seq.slot:
+                assert seq.slot not in slots, f"slot {seq.slot} has two owners"
+                slots.add(seq.slot)
+        for seq in self.running:
+            assert seq.state is not State.WAITING, f"I6: {seq.request.req_id} is in the wrong queue"
+            if not seq.is_finished and seq.inflight_total == 0:
+                assert seq.cached == seq.num_tokens - 1, f"I2: {seq.request.req_id}"
+        for block, count in held.items():
+            assert self.blocks.references(block) == count, f"block {block}: {count} owners"
+        ids = [seq.seq_id for seq in (*self.waiting, *self.running)]
+        assert len(ids) == len(set(ids)), "I6: a sequence stands in two queues"

@@ -1,0 +1,66 @@
+"""How far ahead a decode batch is certain, and what those steps take from the pool.
+
+A decode step of an unchanged batch changes nothing but lengths. Until a sequence finishes, the
+pool runs short or the group votes, the following steps are known, so a simulator may take them as
+one. Stopping short of the true horizon is always safe: it only costs speed.
+"""
+
+from mdi_shared.blocks import BlockPool
+from mdi_shared.request import Sequence
+
+FAR = 1 << 30
+
+
+def steps_until_finish(batch: list[Sequence]) -> int:
+    """Count the steps up to the one that, processed, ends the first sequence by its length."""
+    return min([seq.finish_at - seq.num_tokens for seq in batch], default=FAR)
+
+
+class Growth:
+    """Blocks a batch will need over the next steps, each adding one token to every sequence.
+
+    Made after the first of those steps was planned, so tables fit that step exactly.
+    """
+
+    __slots__ = ("batch", "block_size", "room")
+
+    def __init__(self, batch: list[Sequence], block_size: int) -> None:
+        self.batch = batch
+        self.block_size = block_size
+        # Steps that still fit into the table; inflight counts the planned step already, and
+        # §1.2 reserves for what was in flight when a step is planned, one less than now.
+        self.room = [
+            len(seq.block_table) * block_size - (seq.num_tokens + seq.inflight_total - 1)
+            for seq in batch
+        ]
+
+    def steps(self, pool: BlockPool) -> int:
+        """Count steps, the planned one included, in which nobody can be starved of a block."""
+        if not self.batch:
+            return FAR
+        # Every sequence takes a block at most once in `block_size` steps.
+        rounds = pool.num_free // len(self.batch)
+        return max(rounds * self.block_size, min(self.room)) + 1
+
+    def take(self, pool: BlockPool, count: int) -> tuple[int, ...]:
+        """Allocate for `count` further steps in the order single steps would.
+
+        Returns the number of free blocks after each of them.
+        """
+        due: list[tuple[int, int, int, int]] = []
+        for index, (seq, room) in enumerate(zip(self.batch, self.room, strict=True)):
+            # Shortest output first is how a decode step serves (§2.4).
+            due += [
+                (step, seq.output_len, -seq.seq_id, index)
+                for step in range(room + 1, count + 1, self.block_size)
+            ]
+        due.sort()
+        taken = [0] * (count + 1)
+        for step, _, _, index in due:
+            self.batch[index].block_table += pool.allocate()
+            taken[step] += 1
+        free, left = [], pool.num_free + len(due)
+        for step in range(1, count + 1):
+            left -= taken[step]
+            free.append(left)
+        return tuple(free)

@@ -1,0 +1,391 @@
+"""The scheduler of one rank: requests in, step plans out, results in, tokens out.
+
+It has no clock, no randomness, no I/O and no device. `plan_*` choose and book a step, `commit`
+books what it produced; several decode steps may be in flight between the two (asynchronous
+scheduling, ZOS, engine-semantics §4). Only `loop.py` calls these methods in a running engine.
+
+Read next: `prefill.py` and `decode.py` (who is chosen), `queues.py` (memory), `loop.py`.
+"""
+
+from collections import deque
+
+from mdi_shared.chunking import ChunkPolicy, TokenBudget
+from mdi_shared.config import WATERMARK, SchedulerConfig
+from mdi_shared.decode import DecodeSelection
+from mdi_shared.errors import ConfigError, DeadlockError
+from mdi_shared.plan import (
+    DECODE,
+    IDLE_DECODE,
+    IDLE_PREFILL,
+    PREFILL,
+    Advance,
+    Emission,
+    StepItem,
+    StepOutcome,
+    StepPlan,
+    StepResult,
+)
+from mdi_shared.prefill import PrefillBatch, PrefillSelection
+from mdi_shared.queues import Queues
+from mdi_shared.repeat import Growth, steps_until_finish
+from mdi_shared.request import Request, Sequence, State
+from mdi_shared.vote import NONE, Ballot, rule_at, steps_to_next_vote
+
+
+class _Flight:
+    """A step that was planned and not yet processed."""
+
+    __slots__ = ("is_prefill", "qs", "seqs", "step")
+
+    def __init__(self, step: int, *, is_prefill: bool, seqs: list[Sequence], qs: list[int]) -> None:
+        self.step = step
+        self.is_prefill = is_prefill
+        self.seqs = seqs
+        self.qs = qs
+
+
+class Scheduler:
+    """Plans the steps of one rank.
+
+    `policy` decides how many prompt tokens a chunk gets; left out, the token budget decides.
+    """
+
+    def __init__(self, config: SchedulerConfig, policy: ChunkPolicy | None = None) -> None:
+        self.config = config
+        self.queues = Queues(config)
+        self.policy: ChunkPolicy = policy if policy is not None else TokenBudget()
+        self.decode_step = 0  # decode steps since the last prefill step, idle ones included
+        self.step = 0  # number of the newest step planned; the first is 1
+        self.num_preempted = 0
+        self._prefill = PrefillSelection(self.queues, self.policy)
+        self._decode = DecodeSelection(self.queues)
+        self._flights: deque[_Flight] = deque()
+        self._to_release: list[Sequence] = []
+        self._next_seq_id = 0
+        self._idle_turns = 0
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> int:
+        """Queue a request and return the id its steps will carry.
+
+        Raises `ConfigError` when a live request has the same `req_id`.
+        """
+        if request.req_id in self.queues.live:
+            raise ConfigError("req_id", request.req_id, "is in use by an unfinished request")
+        seq = Sequence(
+            self._next_seq_id,
+            request,
+            eos_token_id=self.config.eos_token_id,
+            max_model_len=self.config.max_model_len,
+        )
+        self._next_seq_id += 1
+        self.queues.live[request.req_id] = seq
+        self.queues.waiting.append(seq)
+        return seq.seq_id
+
+    def abort(self, req_id: str) -> Emission | None:
+        """End a request; its memory returns with the next decode step and a token in flight drops.
+
+        Returns its last emission, or None when there is no such live request. (Upstream gives no
+        final output to an aborted running request; a caller waiting for it would wait for ever.)
+        """
+        seq = self.queues.live.pop(req_id, None)
+        if seq is None:
+            return None
+        if seq.state is State.WAITING:
+            self.queues.num_dead_waiting += 1
+        seq.become(State.ABORTED)
+        return Emission(seq.seq_id, (), seq.output_len, seq.finish_reason)
+
+    def has_unfinished(self) -> bool:
+        """Say whether a further step is due, if only to return memory."""
+        return bool(self.queues.waiting or self.queues.running)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._flights)
+
+    # ---- prefill or decode (§2.2) --------------------------------------------------------------
+
+    def ballot(self) -> Ballot:
+        """Return the voting rule of this turn and what this rank wants; changes nothing."""
+        config = self.config
+        rule = rule_at(
+            self.decode_step, config.prefill_attempt_interval, config.prefill_any_attempt_interval
+        )
+        return Ballot(rule, rule != NONE and self.want_prefill())
+
+    def want_prefill(self) -> bool:
+        """Say whether this rank has a prompt to run and memory below the watermark.
+
+        Unless `strict_upstream`, the watermark yields when the head holds its blocks already, or
+        when nothing is running: upstream can wait there for ever (§2.11).
+        """
+        queues = self.queues
+        if not queues.waiting or not queues.waiting[0].schedulable:
+            return False
+        if queues.blocks.usage <= WATERMARK:
+            return True
+        if self.config.strict_upstream:
+            return False
+        return bool(queues.waiting[0].block_table) or not queues.running
+
+    def try_prefill(self, ballot: Ballot) -> StepPlan | None:
+        """Plan a prefill step, or return None when nothing at all can be admitted."""
+        batch = self._prefill.select()
+        return None if batch is None else self._plan_prefill(batch, ballot)
+
+    def plan_idle_prefill(self, ballot: Ballot) -> StepPlan:
+        """Plan an empty prefill step, for a rank whose group prefills without it."""
+        return self._plan_prefill(PrefillBatch(0), ballot)
+
+    def plan_decode(self, ballot: Ballot) -> StepPlan:
+        """Plan a decode step; it may be empty. Raises `DeadlockError` when no step can ever help.
+        """
+        chosen = self._decode.select()
+        batch, new_blocks = chosen.batch, chosen.new_blocks
+        self.num_preempted += len(chosen.preempted)
+        self._to_release += chosen.finished
+        rows = 1 + self.config.num_draft_tokens
+        items = tuple(
+            [
+                StepItem(
+                    seq.seq_id,
+                    rows,
+                    seq.cached + seq.inflight_total + rows,
+                    seq.slot,
+                    len(seq.block_table),
+                    new_blocks.get(seq.seq_id, ()),
+                    True,
+                )
+                for seq in batch
+            ]
+        )
+        plan = self._new_plan(
+            DECODE if batch else IDLE_DECODE,
+            items,
+            ballot,
+            finished=tuple([seq.seq_id for seq in chosen.finished]),
+            ignored=tuple(chosen.ignored),
+            preempted=tuple(chosen.preempted),
+            num_batched_tokens=rows * len(batch),
+        )
+        self._check_progress(plan)
+        self._take_off(is_prefill=False, seqs=list(batch), qs=[rows] * len(batch))
+        self.decode_step += 1
+        return plan
+
+    def _plan_prefill(self, batch: PrefillBatch, ballot: Ballot) -> StepPlan:
+        items = tuple(
+            StepItem(
+                seq.seq_id, q, seq.cached + q, seq.slot, len(seq.block_table), new,
+                seq.chunk_rest == 0,
+            )
+            for seq, q, new in zip(batch.picked, batch.qs, batch.new_blocks, strict=True)
+        )  # fmt: skip
+        plan = self._new_plan(
+            PREFILL if items else IDLE_PREFILL,
+            items,
+            ballot,
+            ignored=tuple(batch.ignored),
+            num_batched_tokens=batch.used_tokens,
+            target_ns=self.policy.target_ns,
+        )
+        self._take_off(is_prefill=True, seqs=batch.picked, qs=batch.qs)
+        self.decode_step = 0
+        self._idle_turns = 0
+        return plan
+
+    def _new_plan(
+        self, kind: str, items: tuple[StepItem, ...], ballot: Ballot, **fields: object
+    ) -> StepPlan:
+        self.step += 1
+        return StepPlan(
+            step=self.step,
+            kind=kind,
+            items=items,
+            decode_step=self.decode_step,
+            vote=ballot.rule,
+            want=ballot.want,
+            free_blocks=self.queues.blocks.num_free,
+            free_slots=self.queues.slots.num_free,
+            **fields,  # type: ignore[arg-type]
+        )
+
+    def _take_off(self, *, is_prefill: bool, seqs: list[Sequence], qs: list[int]) -> None:
+        """Advance the sequences as if the step were done, up to what it will emit (§1.3)."""
+        most = 1 + self.config.num_draft_tokens
+        for seq in seqs:
+            seq.inflight_total += most
+            seq.inflight_last = most
+            seq.schedule_count += 1
+        self._flights.append(_Flight(self.step, is_prefill=is_prefill, seqs=seqs, qs=qs))
+
+    def _check_progress(self, plan: StepPlan) -> None:
+        """Raise when this and every later step is an empty decode although requests wait."""
+        queues = self.queues
+        if plan.items or plan.finished or plan.ignored or plan.preempted or not queues.waiting:
+            self._idle_turns = 0
+            return
+        if queues.running or not queues.waiting[0].schedulable:
+            return
+        self._idle_turns += 1
+        above = self.config.strict_upstream and queues.blocks.usage > WATERMARK
+        # By the second ANY point every rank has tried to prefill with nothing in its way.
+        if above or self._idle_turns > 2 * self.config.prefill_any_attempt_interval:
+            reason = (
+                f"nothing runs and {queues.blocks.usage:.0%} of the KV pool is held, above the "
+                f"{WATERMARK:.0%} up to which a prefill is wanted"
+                if above
+                else "nothing runs and the first waiting request cannot be admitted"
+            )
+            raise DeadlockError(
+                reason,
+                [(s.request.req_id, len(s.block_table)) for s in queues.waiting if s.block_table],
+            )
+
+    # ---- results (§1.3) ------------------------------------------------------------------------
+
+    def commit(self, result: StepResult) -> StepOutcome:
+        """Book the result of the oldest step in flight and return what became visible.
+
+        Rows of sequences that finished or were preempted meanwhile are dropped.
+        """
+        flight = self._flights.popleft()
+        assert len(result.tokens) == len(flight.seqs), (
+            f"step {flight.step} has {len(flight.seqs)} items, its result {len(result.tokens)}"
+        )
+        emissions: list[Emission] = []
+        dropped: list[int] = []
+        for index, seq in enumerate(flight.seqs):
+            newer = seq.inflight_total != seq.inflight_last
+            seq.inflight_total = seq.inflight_last if newer else 0
+            seq.inflight_last = seq.inflight_total
+            if seq.is_finished or (seq.state is State.WAITING and not flight.is_prefill):
+                dropped.append(index)
+                if flight.is_prefill:
+                    self.queues.join_running(seq)  # the next decode step frees it
+                continue
+            seq.process_count += 1
+            emission = self._advance_sequence(flight, index, seq, result.tokens[index])
+            if emission is not None:
+                emissions.append(emission)
+        return StepOutcome(
+            step=flight.step,
+            emissions=tuple(emissions),
+            dropped=tuple(dropped),
+            n_waiting=len(self.queues.waiting),
+            n_running=len(self.queues.running),
+        )
+
+    def _advance_sequence(
+        self, flight: _Flight, index: int, seq: Sequence, tokens: tuple[int, ...]
+    ) -> Emission | None:
+        seq.prev_cached = seq.cached
+        seq.cached += flight.qs[index]
+        assert seq.cached <= seq.num_tokens + seq.num_drafts, f"I5: {seq.request.req_id!r}"
+        if seq.cached < seq.num_tokens:  # a chunk that was not the last
+            self.queues.waiting.appendleft(seq)
+            return None
+        if flight.is_prefill:
+            self.queues.join_running(seq)
+            seq.num_drafts = self.config.num_draft_tokens
+        assert 1 <= len(tokens) <= flight.qs[index], f"{len(tokens)} tokens from one step"
+        emitted = 0
+        for token in tokens:
+            emitted += 1
+            if seq.append(token):
+                self.queues.live.pop(seq.request.req_id, None)
+                break
+        if not flight.is_prefill:
+            seq.cached = seq.prev_cached + emitted  # rejected drafts are not cached
+        assert seq.cached <= seq.num_tokens, f"I1: {seq.request.req_id!r}"
+        reason = seq.finish_reason if seq.is_finished else None
+        return Emission(seq.seq_id, tokens[:emitted], seq.output_len, reason)
+
+    def release(self) -> None:
+        """Return the memory of sequences the newest plan listed as finished (§2.7)."""
+        for seq in self._to_release:
+            self.queues.release(seq)
+        self._to_release.clear()
+
+    # ---- many identical decode steps as one (see repeat.py) ------------------------------------
+
+    def repeats(self, plan: StepPlan) -> tuple[int, int]:
+        """Say how many steps, `plan` included, are certain to be the same batch.
+
+        The first number holds whatever arrives, the second while nothing arrives. Both are 1
+        when the next step cannot be foretold. Asked right after `plan` was made.
+        """
+        config, queues = self.config, self.queues
+        batch = self._flights[-1].seqs
+        foretold = (
+            plan.kind in (DECODE, IDLE_DECODE)
+            and not config.strict_upstream
+            and config.num_draft_tokens == 0
+            and len(self._flights) == (2 if config.enable_zos else 1)
+        )
+        if not foretold or (not batch and not queues.waiting):
+            return 1, 1
+        most = min(steps_until_finish(batch), Growth(batch, config.block_size).steps(queues.blocks))
+        to_vote = steps_to_next_vote(
+            plan.decode_step, config.prefill_attempt_interval, config.prefill_any_attempt_interval
+        )
+        return min(most, to_vote), (min(most, to_vote) if queues.waiting else most)
+
+    def advance(self, count: int) -> Advance:
+        """Book `count` more steps like the newest, and process as many older ones.
+
+        The same as `count` times commit (of one token each, none of them a stop), release,
+        ballot and plan_decode, where `repeats` promised more than `count` steps.
+        """
+        self.release()
+        queues, flight = self.queues, self._flights[-1]
+        batch = flight.seqs
+        dropped = self._drop_rows(self._flights[0]) if len(self._flights) > 1 else ()
+        free_blocks = Growth(batch, self.config.block_size).take(queues.blocks, count)
+        for seq in batch:
+            seq.num_tokens += count
+            seq.output_len += count
+            seq.cached += count
+            seq.prev_cached = seq.cached - 1
+            seq.schedule_count += count
+            seq.process_count += count
+        if len(self._flights) > 1:
+            self._flights[0] = _Flight(
+                self.step + count - 1, is_prefill=False, seqs=batch, qs=flight.qs
+            )
+        self.step += count
+        flight.step = self.step
+        self.decode_step += count
+        return Advance(
+            count=count,
+            dropped=dropped,
+            free_blocks=free_blocks,
+            free_slots=queues.slots.num_free,
+            n_waiting=len(queues.waiting),
+            n_running=len(queues.running),
+        )
+
+    def _drop_rows(self, flight: _Flight) -> tuple[int, ...]:
+        """Find the rows of a decode step whose sequences have left since."""
+        return tuple(
+            index for index, seq in enumerate(flight.seqs) if seq.state is not State.RUNNING
+        )
+
+    def check_integrity(self) -> None:
+        """Assert the invariants of engine-semantics §1.5 that hold between engine steps."""
+        self.queues.check_integrity()
+        rows = 1 + self.config.num_draft_tokens
+        for seq in self.queues.running:
+            if not seq.is_finished:
+                assert seq.inflight_total in (0, rows), f"I3: {seq.request.req_id!r}"
+                assert seq.schedule_count - seq.process_count in (0, 1), (
+                    f"I4: {seq.request.req_id!r}"
+                )
+                held = len(seq.block_table) * self.config.block_size
+                assert held >= seq.cached + seq.inflight_total, f"I8: {seq.request.req_id!r}"
+            assert seq.output_len <= seq.request.max_tokens, f"I11: {seq.request.req_id!r}"
+            touched = seq.cached + seq.inflight_total
+            assert touched <= self.config.runtime_max_model_len, f"I12: {seq.request.req_id!r}"

@@ -1,0 +1,43 @@
+"""When a data-parallel group may prefill, and how its ranks agree on it (engine-semantics §2.2).
+
+A step is prefill or decode for the whole group. Each rank casts a ballot; the driver carries the
+ballots between ranks and applies `decide`. Nothing here communicates.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+NONE, ALL, ANY = "none", "all", "any"
+
+
+@dataclass(frozen=True, slots=True)
+class Ballot:
+    """One rank's part in a decision: the rule in force and what the rank wants."""
+
+    rule: str
+    want: bool
+
+
+def rule_at(decode_step: int, attempt_interval: int, any_interval: int) -> str:
+    """Return the rule that holds after `decode_step` decode steps in a row.
+
+    Zero is an ALL point but never an ANY point; where both fall together ANY wins.
+    """
+    if decode_step != 0 and decode_step % any_interval == 0:
+        return ANY
+    return ALL if decode_step % attempt_interval == 0 else NONE
+
+
+def steps_to_next_vote(decode_step: int, attempt_interval: int, any_interval: int) -> int:
+    """Count the decode steps after `decode_step` up to the next point at which ranks vote."""
+    return min(
+        attempt_interval - decode_step % attempt_interval,
+        any_interval - decode_step % any_interval,
+    )
+
+
+def decide(rule: str, wants: Iterable[bool]) -> bool:
+    """Combine the ranks' ballots."""
+    if rule == NONE:
+        return False
+    return any(wants) if rule == ANY else all(wants)

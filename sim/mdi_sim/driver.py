@@ -1,0 +1,251 @@
+"""Drives one rank's serving loop in virtual time: a SimPy process that answers effects.
+
+It charges host time and device time by the timing law of engine-semantics §4.7 and decides
+nothing about requests, blocks or tokens. `tests/parity` drives the same loop with a plain
+blocking driver and expects the same plans.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator
+
+import simpy
+
+from mdi_shared.cost import StepCost
+from mdi_shared.loop import (
+    Answer,
+    AwaitArrival,
+    AwaitStep,
+    Effect,
+    Launch,
+    News,
+    Poll,
+    Report,
+    Vote,
+    serve,
+)
+from mdi_shared.plan import StepPlan, StepResult
+from mdi_shared.request import Request
+from mdi_shared.scheduler import Scheduler
+from mdi_shared.shape import ModelShape
+from mdi_shared.work import DecodeWork, StepWork, prefill_work, step_work
+from mdi_sim.group import DeviceStep, Group, Waits
+from mdi_sim.outcomes import Outcomes
+from mdi_sim.source import Source
+from mdi_traces.recorder import RankRecorder
+
+
+class TimeIsUp(Exception):  # noqa: N818 - not an error: the run has reached its time limit
+    """Ends a run at its time limit, out of whichever rank reaches it first."""
+
+
+class _Flight:
+    """A launched step: its plan, how many repetitions later it is, and when its device ends."""
+
+    __slots__ = ("plan", "shift", "step")
+
+    def __init__(self, plan: StepPlan, shift: int, step: DeviceStep) -> None:
+        self.plan = plan
+        self.shift = shift
+        self.step = step
+
+
+class RankDriver:
+    """One data-parallel rank of a simulated run.
+
+    `request_of` builds the request of a trace row; `sources` are those of all ranks, in rank
+    order, because a group sleeps and wakes together.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        group: Group,
+        scheduler: Scheduler,
+        sources: list[Source],
+        outcomes: Outcomes,
+        recorder: RankRecorder,
+        request_of: Callable[[int], tuple[Request, int | None]],
+        shape: ModelShape,
+        cost: StepCost,
+        until_ns: int | None = None,
+        fast_forward: bool = True,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.group = group
+        self.scheduler = scheduler
+        self.source = sources[rank]
+        self.sources = sources
+        self.outcomes = outcomes
+        self.recorder = recorder
+        self.request_of = request_of
+        self.shape = shape
+        self.cost = cost
+        self.until_ns = until_ns
+        self.fast_forward = fast_forward
+        self.on_progress = on_progress
+        self.prompt_lens: list[int] = []  # by sequence id: what a full prompt of it holds
+        self.poll_ns = 0
+        self.wait_ns = 0  # spent at barriers since the last poll
+        self._flights: deque[_Flight] = deque()
+        self._due_waiting: list[int] = []  # since the poll, per repeat: arrivals not yet polled
+
+    def run(self) -> Generator[simpy.Event, None, None]:
+        """Answer the loop's effects until it ends; a SimPy process."""
+        loop = serve(self.scheduler, num_ranks=self.group.size)
+        answer: Answer = None
+        while True:
+            try:
+                effect = loop.send(answer)
+            except StopIteration:
+                return
+            answer = yield from self._answer(effect)
+
+    def _answer(self, effect: Effect) -> Generator[simpy.Event, None, Answer]:
+        if isinstance(effect, Report):
+            self._report(effect)
+            return None
+        if isinstance(effect, Poll):
+            return self._poll()
+        if isinstance(effect, Launch):
+            return (yield from self._launch(effect))
+        if isinstance(effect, AwaitStep):
+            return (yield from self._await_step())
+        if isinstance(effect, Vote):
+            arrived = self.now
+            verdict = yield from self.group.vote(effect.ballot)
+            self.wait_ns += self.now - arrived
+            return verdict
+        assert isinstance(effect, AwaitArrival), effect
+        return (yield from self._await_arrival())
+
+    @property
+    def now(self) -> int:
+        return int(self.group.env.now)
+
+    def _sleep_until(self, time_ns: int) -> Waits:
+        if time_ns > self.now:
+            yield self.group.env.timeout(time_ns - self.now)
+
+    # ---- effects -------------------------------------------------------------------------------
+
+    def _poll(self) -> News:
+        self.poll_ns, self.wait_ns = self.now, 0
+        self._due_waiting.clear()
+        self._check_time(self.now)
+        arrivals = []
+        for row in self.source.take(self.now):
+            request, stop = self.request_of(row)
+            seq_id = self.recorder.submitted(row)
+            self.prompt_lens.append(request.prompt_len)
+            if stop is not None:
+                self.outcomes.stops[seq_id] = stop
+            arrivals.append(request)
+        return News(tuple(arrivals))
+
+    def _check_time(self, now_ns: int) -> None:
+        if self.until_ns is not None and now_ns >= self.until_ns:
+            raise TimeIsUp
+
+    def _await_arrival(self) -> Generator[simpy.Event, None, bool]:
+        """Sleep with the whole group; what wakes one rank wakes all."""
+        known = [time for source in self.sources if (time := source.next_ns()) is not None]
+        if not known:
+            return False
+        wake = min(known)
+        if self.until_ns is not None:
+            wake = min(wake, self.until_ns)
+        yield from self._sleep_until(wake)
+        return True
+
+    def _launch(self, effect: Launch) -> Generator[simpy.Event, None, int]:
+        plan, host = effect.plan, self.cost.host
+        n = len(plan.items)
+        planned = self.now + host.schedule(n)
+        yield from self._sleep_until(planned + host.launch(n))
+        if plan.is_prefill or not self.fast_forward or effect.repeats_if_quiet == 1:
+            self._take_off(plan, self._work(plan), planned, self.now)
+            return 1
+        return (yield from self._launch_many(effect, planned))
+
+    def _await_step(self) -> Generator[simpy.Event, None, StepResult]:
+        flight = self._flights.popleft()
+        if flight.step.end_ns < 0:
+            yield flight.step.known
+        process = self.cost.host.process(len(flight.plan.items))
+        yield from self._sleep_until(max(self.now, flight.step.end_ns) + process)
+        self._landed(flight, self.now, process)
+        return self.outcomes.result(flight.plan, flight.shift)
+
+    def _report(self, report: Report) -> None:
+        ended = self.recorder.reported(report, self.now, self._due_waiting)
+        for row in ended:
+            self.source.ended(row, self.now)
+        if ended and self.on_progress is not None:
+            self.on_progress(len(ended))
+
+    # ---- steps ---------------------------------------------------------------------------------
+
+    def _work(self, plan: StepPlan) -> StepWork:
+        if plan.items and plan.is_prefill:
+            return prefill_work(
+                self.shape,
+                [(item.q, item.k, self._full_len(item.seq_id, item.k)) for item in plan.items],
+            )
+        return step_work(self.shape, plan)
+
+    def _full_len(self, seq_id: int, k: int) -> int:
+        """Length of the prompt a chunk belongs to; a recomputed one includes its output."""
+        return max(self.prompt_lens[seq_id], k)
+
+    def _take_off(
+        self, plan: StepPlan, work: StepWork, planned_ns: int, launched_ns: int, shift: int = 0
+    ) -> None:
+        device_ns = self.cost.device_ns(work)
+        step = self.group.launch(self.rank, launched_ns, device_ns)
+        self._flights.append(_Flight(plan, shift, step))
+        times = (self.poll_ns, planned_ns, launched_ns, self.wait_ns, device_ns)
+        if shift == 0:
+            self.recorder.launched(plan, work, times)
+        else:
+            self.recorder.repeated(work, times)
+
+    def _landed(self, flight: _Flight, done_ns: int, process_ns: int) -> None:
+        step = flight.step
+        self.recorder.landed(step.start_ns, step.end_ns, done_ns, process_ns)
+
+    def _launch_many(self, effect: Launch, planned_ns: int) -> Generator[simpy.Event, None, int]:
+        """Run one batch step after step, as far as the loop and the trace allow.
+
+        The same sums as single steps, without the loop and the event queue in between.
+        """
+        plan, host, n = effect.plan, self.cost.host, len(effect.plan.items)
+        contexts = [item.k for item in plan.items]
+        works = DecodeWork(self.shape, contexts) if contexts else None
+        idle = None if contexts else self._work(plan)
+        overhead, process = host.schedule(n) + host.launch(n), host.process(n)
+        launched, taken = self.now, 0
+        most = min(effect.repeats_if_quiet, self.outcomes.steps_before_stop(plan))
+        while True:
+            work = works.at(taken) if works is not None else idle
+            assert work is not None, "an idle step has the work of its placeholder row"
+            self._take_off(plan, work, planned_ns, launched, taken)
+            taken += 1
+            if taken >= most:
+                break
+            oldest = self._flights[0]
+            spent = process if oldest.plan is plan else host.process(len(oldest.plan.items))
+            done = max(launched, oldest.step.end_ns) + spent
+            due = self.source.count_due(done)
+            if (taken >= effect.repeats and due) or (
+                self.until_ns is not None and done >= self.until_ns
+            ):
+                break
+            self._due_waiting.append(due)
+            self._landed(self._flights.popleft(), done, spent)
+            self.poll_ns = done
+            planned_ns = done + host.schedule(n)
+            launched = done + overhead
+        yield from self._sleep_until(launched)
+        return taken

@@ -1,0 +1,86 @@
+"""What simulated data-parallel ranks do together: vote, and run each step as one group."""
+
+from collections.abc import Generator
+
+import simpy
+
+from mdi_shared.cost import group_device_ns
+from mdi_shared.vote import Ballot, decide
+
+Waits = Generator[simpy.Event, None, None]
+
+
+class Barrier:
+    """A rendezvous of all ranks that hands everyone all the values brought to it."""
+
+    def __init__(self, env: simpy.Environment, size: int) -> None:
+        self._env = env
+        self._size = size
+        self._values: list[Ballot] = []
+        self._full = env.event()
+
+    def meet(self, value: Ballot) -> Generator[simpy.Event, list[Ballot], list[Ballot]]:
+        self._values.append(value)
+        full, values = self._full, self._values
+        if len(values) == self._size:
+            self._values, self._full = [], self._env.event()
+            full.succeed(values)
+        return (yield full)
+
+
+class DeviceStep:
+    """One step of the group on its devices; times are known once all ranks have launched it."""
+
+    __slots__ = ("device_ns", "end_ns", "known", "ready_ns", "start_ns")
+
+    def __init__(self, known: simpy.Event) -> None:
+        self.known = known
+        self.ready_ns: list[int] = []
+        self.device_ns: list[int] = []
+        self.start_ns = -1
+        self.end_ns = -1
+
+
+class Group:
+    """The ranks' common state: barrier, devices, and how many of them sleep.
+
+    Every device start waits for the slowest rank (engine-semantics §4.7), and since ranks meet in
+    each layer's expert exchange, the step ends for all with the slowest one (§7.3).
+    """
+
+    def __init__(self, env: simpy.Environment, size: int) -> None:
+        self.env = env
+        self.size = size
+        self.barrier = Barrier(env, size)
+        self._steps: list[DeviceStep] = []
+        self._joined = [0] * size  # steps launched so far, per rank
+        self._device_free_ns = 0
+
+    def vote(self, ballot: Ballot) -> Generator[simpy.Event, list[Ballot], bool]:
+        """Combine the ranks' ballots; all leave when the last one has voted."""
+        ballots = yield from self.barrier.meet(ballot)
+        return decide(ballot.rule, [b.want for b in ballots])
+
+    def launch(self, rank: int, ready_ns: int, device_ns: int) -> DeviceStep:
+        """Enter a rank's next step, ready to start at `ready_ns` and taking `device_ns` alone."""
+        index = self._joined[rank]
+        self._joined[rank] += 1
+        first = min(self._joined)
+        if index >= len(self._steps):
+            self._steps.append(DeviceStep(self.env.event()))
+        step = self._steps[index]
+        step.ready_ns.append(ready_ns)
+        step.device_ns.append(device_ns)
+        if len(step.ready_ns) == self.size:
+            step.start_ns = max(self._device_free_ns, *step.ready_ns)
+            step.end_ns = step.start_ns + group_device_ns(step.device_ns)
+            self._device_free_ns = step.end_ns
+            step.known.succeed()
+        self._forget(first)
+        return step
+
+    def _forget(self, joined_by_all: int) -> None:
+        """Drop steps every rank has entered, so that a long run needs no memory for them."""
+        if joined_by_all > 1_000:
+            del self._steps[:joined_by_all]
+            self._joined = [count - joined_by_all for count in self._joined]

@@ -1,0 +1,83 @@
+"""What the simulated device produces: token counts from the trace, no text.
+
+Every token is id 0 except the end-of-sequence token of a request whose trace says that it ended
+before its `max_tokens`. Draft acceptance is drawn per (seed, request, output position), so it does
+not depend on what else is in the batch.
+"""
+
+from collections.abc import Callable
+
+from mdi_shared.plan import StepItem, StepPlan, StepResult
+
+_MASK = (1 << 64) - 1
+
+
+def _uniform(*keys: int) -> float:
+    """Hash integers to a number in [0, 1): the SplitMix64 finaliser, applied key by key."""
+    z = 0
+    for key in keys:
+        z = (z ^ key) + 0x9E3779B97F4A7C15 & _MASK
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & _MASK
+        z ^= z >> 31
+    return (z >> 11) * 2.0**-53
+
+
+class Outcomes:
+    """Results of one rank's steps.
+
+    `stops` maps a sequence to the output length at which its model says end of sequence; sequences
+    that run to `max_tokens` are absent. `output_len` tells how much a sequence has put out when
+    the step is processed: with drafts in flight the plan does not know.
+    """
+
+    __slots__ = ("_accept_rate", "_eos", "_output_len", "_seed", "stops")
+
+    def __init__(
+        self, *, eos_token_id: int, seed: int, accept_rate: float, output_len: Callable[[int], int]
+    ) -> None:
+        self.stops: dict[int, int] = {}
+        self._eos = eos_token_id
+        self._seed = seed
+        self._accept_rate = accept_rate
+        self._output_len = output_len
+
+    def result(self, plan: StepPlan, shift: int = 0) -> StepResult:
+        """Make the result of `plan`, or of its repetition `shift` steps later."""
+        items = plan.items
+        if not self.stops and not (items and items[0].q > 1 and not plan.is_prefill):
+            one = ((0,),) * len(items)
+            if not plan.is_prefill or all(item.is_last_chunk for item in items):
+                return StepResult(one)
+        return StepResult(tuple([self._tokens(plan, item) for item in items]))
+
+    def steps_before_stop(self, plan: StepPlan) -> int:
+        """Count the repetitions of `plan` up to the one that processes somebody's last token."""
+        if not self.stops:
+            return 1 << 30
+        return min(
+            [
+                self.stops[item.seq_id] - self._output_len(item.seq_id)
+                for item in plan.items
+                if item.seq_id in self.stops
+            ],
+            default=1 << 30,
+        )
+
+    def _tokens(self, plan: StepPlan, item: StepItem) -> tuple[int, ...]:
+        if not item.is_last_chunk:
+            return ()
+        done = self._output_len(item.seq_id)
+        count = 1 if plan.is_prefill else 1 + self._accepted(item, done)
+        tokens = [0] * count
+        stop = self.stops.get(item.seq_id)
+        if stop is not None and done < stop <= done + count:
+            tokens[stop - done - 1] = self._eos
+        return tuple(tokens)
+
+    def _accepted(self, item: StepItem, done: int) -> int:
+        """Count accepted drafts: each survives with the same chance if all before it did."""
+        for draft in range(item.q - 1):
+            if _uniform(self._seed, item.seq_id, done, draft) >= self._accept_rate:
+                return draft
+        return item.q - 1

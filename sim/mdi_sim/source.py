@@ -1,0 +1,70 @@
+"""Where one rank's requests come from: recorded arrivals, and turns that follow earlier turns.
+
+Open loop: a request arrives at its recorded time. Closed loop: a turn of a session arrives a
+think time after the turn before it ended, whenever that was. No clock of its own: the driver says
+what time it is.
+"""
+
+import heapq
+from collections import deque
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """The rows of a request trace that one rank serves, in trace order.
+
+    `times_ns[i]` is the arrival of trace row `rows[i]`, or None when row `follows[i]` of the trace
+    must end first and `think_ns[i]` then pass.
+    """
+
+    rows: tuple[int, ...]
+    times_ns: tuple[int | None, ...]
+    follows: dict[int, tuple[int, int]]  # trace row -> (row of the next turn, its think time in ns)
+
+
+class Source:
+    """Hands out trace rows as they fall due. Equal times come in trace order."""
+
+    __slots__ = ("_due", "_follows", "_heap", "arrived_ns")
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        self._heap = [
+            (time, row)
+            for row, time in zip(arrivals.rows, arrivals.times_ns, strict=True)
+            if time is not None
+        ]
+        heapq.heapify(self._heap)
+        self._follows = arrivals.follows
+        self._due: deque[int] = deque()
+        self.arrived_ns: dict[int, int] = {}  # when closed-loop turns arrived, by trace row
+
+    def count_due(self, now_ns: int) -> int:
+        """Count rows due and not yet taken; an arrival at this very instant is due."""
+        heap = self._heap
+        while heap and heap[0][0] <= now_ns:
+            self._due.append(heapq.heappop(heap)[1])
+        return len(self._due)
+
+    def take(self, now_ns: int) -> tuple[int, ...]:
+        """Hand out the rows that are due."""
+        if not self.count_due(now_ns):
+            return ()
+        rows = tuple(self._due)
+        self._due.clear()
+        return rows
+
+    def next_ns(self) -> int | None:
+        """When the next row falls due that is not due yet; None when nothing is known to come."""
+        return self._heap[0][0] if self._heap else None
+
+    def ended(self, row: int, now_ns: int) -> int | None:
+        """Note that a request ended; return its session's next row where that follows it."""
+        follower = self._follows.get(row)
+        if follower is None:
+            return None
+        next_row, think_ns = follower
+        arrival = now_ns + think_ns
+        self.arrived_ns[next_row] = arrival
+        heapq.heappush(self._heap, (arrival, next_row))
+        return next_row

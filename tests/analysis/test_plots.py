@@ -1,0 +1,108 @@
+"""Plots: drawn from the right numbers, readable without the rest, quiet on empty runs."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from mdi_analysis import (
+    plot_latency,
+    plot_step_time,
+    plot_throughput,
+    plot_timeline,
+    save_plots,
+)
+from mdi_analysis.binning import MAX_BINS, bin_edges, binned, nice_window_s, window_rates
+from mdi_shared.errors import ConfigError
+
+PLOTS = (plot_latency, plot_step_time, plot_throughput, plot_timeline)
+
+
+def test_latency_curve_ends_at_the_slowest_request(run):
+    figure = plot_latency(run)
+    ttft = figure.axes[0].lines[0]
+    assert ttft.get_xdata().tolist() == [16, 21]
+    assert ttft.get_ydata().tolist() == [0.5, 1.0]
+    title = figure.get_suptitle()
+    assert "2 completed, 1 rejected, 0 aborted, 1 unfinished" in title
+    assert "tiny, H200, simulator" in title
+
+
+def test_axes_carry_units(run):
+    labels = [
+        label
+        for plot in PLOTS
+        for ax in plot(run).axes
+        for label in (ax.get_xlabel(), ax.get_ylabel())
+    ]
+    text = " ".join(labels)
+    for unit in ("(ms)", "(s)", "tokens/s/GPU", "requests/s", "tokens in the step"):
+        assert unit in text
+
+
+def test_throughput_windows_hold_all_tokens(run):
+    figure = plot_throughput(run, window_s=0.01)
+    for ax, total in ((figure.axes[0], 256), (figure.axes[1], 7)):
+        rates, edges, _ = ax.patches[0].get_data()
+        assert edges.tolist() == pytest.approx([0, 0.01, 0.02, 0.03, 0.033])
+        assert float(rates @ np.diff(edges)) == pytest.approx(total)
+
+
+@pytest.mark.parametrize("plot", PLOTS)
+def test_empty_run_and_absent_values_draw_without_a_warning(run, nothing, plot):
+    assert plot(nothing).axes
+    bare = run.but(items=None, metadata=type(run.metadata)(None, None, None, None, None, {}))
+    plot(bare).canvas.draw()
+
+
+def test_save_plots_writes_four_pictures(run, tmp_path):
+    paths = save_plots(run, tmp_path / "new" / "plots")
+    assert [path.name for path in paths] == [
+        "latency.png", "timeline.png", "step_time.png", "throughput.png",
+    ]  # fmt: skip
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+def test_importing_the_package_does_not_import_matplotlib_or_rich():
+    code = "import sys, mdi_analysis; print(*({'matplotlib', 'rich'} & set(sys.modules)))"
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert found.strip() == ""
+
+
+def test_binning_keeps_mean_and_extremes():
+    at, values = np.array([0.0, 1, 5, 9, 10]), np.array([1.0, 3, 7, 2, 4])
+    middle, mean, low, high = binned(at, values, np.array([0.0, 4, 8, 10]))
+    assert middle.tolist() == [2, 6, 9]
+    assert (mean.tolist(), low.tolist(), high.tolist()) == ([2, 7, 3], [1, 7, 2], [3, 7, 4])
+
+
+def test_bins_without_values_are_left_out():
+    middle, *_ = binned(np.array([0.5, 9.5]), np.array([1.0, 2]), np.arange(11.0))
+    assert middle.tolist() == [0.5, 9.5]
+
+
+def test_number_of_bins_is_bounded():
+    assert bin_edges((0, 100), 7).size == 8
+    assert bin_edges((0, 1e12), 150_000).size == MAX_BINS + 1
+    assert (np.diff(bin_edges((5, 5), 3)) > 0).all()
+
+
+def test_last_window_counts_its_own_length():
+    edges, rates = window_rates(np.array([0.5e9, 1.2e9]), np.ones(2), (0, 1.25e9), 1.0)
+    assert edges.tolist() == [0, 1, 1.25]
+    assert rates.tolist() == [1, 4]
+
+
+@pytest.mark.parametrize("window_s", [0, -1, float("nan"), 1e-9])
+def test_window_must_be_sensible(run, window_s):
+    with pytest.raises(ConfigError, match="window_s"):
+        plot_throughput(run, window_s=window_s)
+
+
+@pytest.mark.parametrize(
+    ("about", "nice"), [(0.0, 1.0), (0.03, 0.05), (1.0, 1.0), (1.1, 2.0), (70, 100), (5.1, 10)]
+)
+def test_nice_windows(about, nice):
+    assert nice_window_s(about) == pytest.approx(nice)

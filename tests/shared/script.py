@@ -1,0 +1,207 @@
+"""Drives the serving loop of one or more ranks from a script keyed by step number.
+
+A plain, clockless driver for unit tests: requests and aborts appear before a given step, every
+launched step is logged with the state it left behind.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from mdi_shared.config import SchedulerConfig
+from mdi_shared.loop import (
+    AwaitArrival,
+    AwaitStep,
+    Launch,
+    News,
+    Poll,
+    Report,
+    Vote,
+    serve,
+)
+from mdi_shared.plan import StepPlan, StepResult
+from mdi_shared.request import Request
+from mdi_shared.scheduler import Scheduler
+from mdi_shared.vote import decide
+
+TOKEN = 7  # any id that is not the end-of-sequence token
+
+
+def toy(**options) -> SchedulerConfig:
+    """Toy settings of the worked traces: blocks of 4 tokens, votes at every step."""
+    defaults = {
+        "block_size": 4,
+        "num_blocks": 20,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "max_model_len": 64,
+        "prefill_attempt_interval": 1,
+        "prefill_any_attempt_interval": 1,
+        "enable_zos": True,
+    }
+    return SchedulerConfig(**(defaults | options))
+
+
+@dataclass
+class Turn:
+    """One launched step and what the rank looked like once the turn was over."""
+
+    plan: StepPlan
+    names: dict[int, str]
+    reports: list[Report] = field(default_factory=list)
+    free: int = -1
+    free_after: int = -1
+    state: dict[str, str] = field(default_factory=dict)
+    tables: dict[str, list[int]] = field(default_factory=dict)
+    waiting: str = ""
+    running: str = ""
+
+    @property
+    def row(self) -> str:
+        """Kind and batch in the notation of the worked traces."""
+        kind = "P" if self.plan.is_prefill else "D"
+        items = [f"({self.names[i.seq_id]},{i.q},{i.k})" for i in self.plan.items]
+        return " ".join([kind, *(items or ["-"])])
+
+    @property
+    def emitted(self) -> dict[str, int]:
+        """Tokens that became visible in this turn, by request."""
+        out: dict[str, int] = {}
+        for report in self.reports:
+            for e in report.emissions:
+                name = self.names[e.seq_id]
+                out[name] = out.get(name, 0) + len(e.tokens)
+        return out
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        return {
+            self.names[e.seq_id]: e.finish_reason
+            for report in self.reports
+            for e in report.emissions
+            if e.finish_reason
+        }
+
+
+class ScriptedRank:
+    """One rank: `script[step]` lists requests and abort names that come up before that step."""
+
+    def __init__(self, config, script, *, num_ranks=1, accepted=None, policy=None, repeat=1):
+        self.scheduler = Scheduler(config, policy)
+        self.script = dict(script)
+        self.accepted = accepted or {}
+        self.repeat = repeat  # most steps taken per launch
+        self.flights: deque[tuple[StepPlan, int]] = deque()
+        self.names: dict[int, str] = {}
+        self.turns: list[Turn] = []
+        self.reports: list[Report] = []
+        self.loop = serve(self.scheduler, num_ranks=num_ranks)
+        self.pending: Vote | None = None
+        self.done = False
+        self.answer = None
+
+    def advance(self, max_steps: int) -> None:
+        """Run until a vote is due, the script is over, or `max_steps` steps were launched."""
+        while not self.done:
+            try:
+                effect = self.loop.send(self.answer)
+            except StopIteration:
+                self.done = True
+                return
+            if isinstance(effect, Vote):
+                self.pending = effect
+                return
+            self.answer = self._answer(effect, max_steps)
+
+    def _answer(self, effect, max_steps):
+        if isinstance(effect, Poll):
+            self._close_turn()
+            if self.scheduler.step >= max_steps:
+                self.done = True
+                self.loop.close()
+                return None
+            return self._news()
+        if isinstance(effect, Report):
+            self.reports.append(effect)
+            return None
+        if isinstance(effect, AwaitArrival):
+            if not self.script:
+                return False
+            first = min(self.script)
+            self.script[self.scheduler.step + 1] = self.script.pop(first)
+            return True
+        if isinstance(effect, AwaitStep):
+            return self._result(*self.flights.popleft())
+        assert isinstance(effect, Launch)
+        taken = min(self.repeat, effect.repeats)
+        for shift in range(taken):
+            self.flights.append((effect.plan, shift))
+        for _ in range(taken - 1):
+            self.flights.popleft()
+        self.turns.append(
+            Turn(effect.plan, self.names, free=self.scheduler.queues.blocks.num_free)
+        )
+        self._open = True
+        return taken
+
+    def _news(self) -> News:
+        entries = self.script.pop(self.scheduler.step + 1, ())
+        requests = tuple(e for e in entries if isinstance(e, Request))
+        for request in requests:
+            self.names[len(self.names)] = request.req_id
+        return News(requests, tuple(e for e in entries if isinstance(e, str)))
+
+    def _result(self, plan: StepPlan, shift: int) -> StepResult:
+        del shift
+        tokens = []
+        for item in plan.items:
+            accepted = self.accepted.get((self.names[item.seq_id], plan.step), 0)
+            tokens.append((TOKEN,) * (1 + accepted) if item.is_last_chunk else ())
+        return StepResult(tuple(tokens))
+
+    def _close_turn(self) -> None:
+        """Log the state the last turn left; reports of this turn belong to it."""
+        if not self.turns or self.turns[-1].free_after >= 0:
+            self.reports.clear()
+            return
+        turn, queues = self.turns[-1], self.scheduler.queues
+        self.scheduler.check_integrity()
+        turn.reports = list(self.reports)
+        self.reports.clear()
+        turn.free_after = queues.blocks.num_free
+        turn.waiting = ",".join(s.request.req_id for s in queues.waiting)
+        turn.running = ",".join(s.request.req_id for s in queues.running)
+        for seq in (*queues.waiting, *queues.running):
+            name = seq.request.req_id
+            turn.state[name] = f"{seq.num_tokens}/{seq.cached}/{seq.inflight_total}"
+            turn.tables[name] = list(seq.block_table)
+
+
+def play(config, script, steps, **options) -> list[Turn]:
+    """Run one rank for at most `steps` steps; return its turns."""
+    rank = ScriptedRank(config, script, **options)
+    rank.advance(steps)
+    rank._close_turn()
+    return rank.turns
+
+
+def play_group(configs, scripts, steps) -> list[list[Turn]]:
+    """Run several ranks in lockstep, carrying their ballots; return each one's turns."""
+    ranks = [
+        ScriptedRank(config, script, num_ranks=len(configs))
+        for config, script in zip(configs, scripts, strict=True)
+    ]
+    while not all(rank.done for rank in ranks):
+        for rank in ranks:
+            rank.advance(steps)
+        votes = [rank.pending for rank in ranks if rank.pending is not None]
+        if len(votes) == len(ranks):
+            assert len({vote.topic for vote in votes}) == 1, "ranks vote on different things"
+            assert len({vote.ballot.rule for vote in votes}) == 1, "ranks vote by different rules"
+            verdict = decide(votes[0].ballot.rule, [vote.ballot.want for vote in votes])
+            for rank in ranks:
+                rank.answer, rank.pending = verdict, None
+    return [rank.turns for rank in ranks]
+
+
+def request(name: str, prompt_len: int, max_tokens: int = 16, **options) -> Request:
+    return Request(req_id=name, prompt_len=prompt_len, max_tokens=max_tokens, **options)
