@@ -1,0 +1,57 @@
+"""Metrics, comparison, plots and trace export for recorded and simulated runs.
+
+It works on tables that lie there already (a `Run` of `mdi_traces`, or anything `RunLike`): it runs
+no engine and no simulation, and judges no number.
+
+Read next: `definitions.py` (what every metric means), then `summary.py`.
+"""
+
+from mdi_analysis.compare import Comparison, KindComparison, Pair, compare
+from mdi_analysis.definitions import METRICS, Metric, metrics_markdown
+from mdi_analysis.frames import MetadataLike, RunLike
+from mdi_analysis.metrics import (
+    SLO,
+    Distribution,
+    inter_token_latencies,
+    meets_slo,
+    request_latencies,
+)
+from mdi_analysis.perfetto import export_perfetto, trace_events
+from mdi_analysis.plan_identity import Difference, PlanIdentity, compare_plans
+from mdi_analysis.plots import (
+    plot_latency,
+    plot_step_time,
+    plot_throughput,
+    plot_timeline,
+    save_plots,
+)
+from mdi_analysis.summary import Summary, summarize
+
+__all__ = [
+    "METRICS",
+    "SLO",
+    "Comparison",
+    "Difference",
+    "Distribution",
+    "KindComparison",
+    "MetadataLike",
+    "Metric",
+    "Pair",
+    "PlanIdentity",
+    "RunLike",
+    "Summary",
+    "compare",
+    "compare_plans",
+    "export_perfetto",
+    "inter_token_latencies",
+    "meets_slo",
+    "metrics_markdown",
+    "plot_latency",
+    "plot_step_time",
+    "plot_throughput",
+    "plot_timeline",
+    "request_latencies",
+    "save_plots",
+    "summarize",
+    "trace_events",
+]

@@ -49,7 +49,7 @@ class DecodeSelection:
         """Choose the batch, give it blocks and preempt where there are too few."""
         queues = self.queues
         out = DecodeBatch()
-        self._collect_finished(out)
+        out.finished = queues.take_dead_running()
         out.ignored = queues.drop_all_dead()
         if queues.config.strict_upstream:
             self._select_strict(out)
@@ -57,21 +57,20 @@ class DecodeSelection:
             self._select(out)
         return out
 
-    def _collect_finished(self, out: DecodeBatch) -> None:
-        running = self.queues.running
-        if any(seq.is_finished for seq in running):
-            out.finished = [seq for seq in running if seq.is_finished]
-            self.queues.running = [seq for seq in running if not seq.is_finished]
-
     def _select(self, out: DecodeBatch) -> None:
         queues = self.queues
-        stale = queues.order_is_stale or queues.config.num_draft_tokens > 0
+        drafting = queues.config.num_draft_tokens > 0
+        stale = queues.order_is_stale or drafting
         if stale:
             queues.running.sort(key=_by_output)
-        picked = self._serve(queues.running, out)
-        if out.preempted:
+        needy = [seq for seq in queues.running if seq.tokens_needed > seq.capacity]
+        if drafting or len(needy) > queues.blocks.num_free:
+            picked = self._serve(queues.running, out)
             picked.reverse()
             queues.running = picked
+        else:  # enough for all, so only those that need a block are touched
+            for seq in reversed(needy):
+                out.new_blocks[seq.seq_id] = queues.add_blocks(seq, 1)
         queues.order_is_stale = False
         if stale:
             self._laid_out = sorted(queues.running, key=_by_length)
@@ -113,27 +112,23 @@ class DecodeSelection:
         that is really needed counts (§2.11, variant 2).
         """
         queues = self.queues
-        free = queues.blocks.num_free
-        if queues.config.strict_upstream:
-            return free == 0
-        if free:
+        if queues.blocks.num_free:
             return False  # one block is always enough: a step adds at most a block's tokens
-        return seq.blocks_needed(queues.config.block_size) > len(seq.block_table)
+        if queues.config.strict_upstream:
+            return True
+        return seq.tokens_needed > seq.capacity
 
     def _fit_table(self, seq: Sequence, out: DecodeBatch) -> None:
         """Give the table exactly the blocks it needs: one more, or the surplus back."""
-        need = seq.blocks_needed(self.queues.config.block_size)
-        have = len(seq.block_table)
-        if need == have:
-            return
+        queues, have = self.queues, len(seq.block_table)
+        need = queues.blocks_needed(seq)
         if need > have:
-            block = self.queues.blocks.allocate()
-            seq.block_table += block
-            out.new_blocks[seq.seq_id] = tuple(block)
-        else:
-            self.queues.blocks.free(reversed(seq.block_table[need:]))
+            assert need == have + 1, f"{seq.request.req_id!r} needs two blocks in one step"
+            out.new_blocks[seq.seq_id] = queues.add_blocks(seq, 1)
+        elif need < have:
+            queues.blocks.free(reversed(seq.block_table[need:]))
             del seq.block_table[need:]
-        assert need == len(seq.block_table), f"{seq.request.req_id!r} needs two blocks in one step"
+            seq.capacity = need * queues.config.block_size
 
     def _preempt(self, seq: Sequence, out: DecodeBatch) -> None:
         rejection = self.queues.preempt(seq)

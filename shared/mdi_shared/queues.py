@@ -20,6 +20,7 @@ class Queues:
         "blocks",
         "config",
         "live",
+        "num_dead_running",
         "num_dead_waiting",
         "order_is_stale",
         "running",
@@ -34,12 +35,14 @@ class Queues:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.live: dict[str, Sequence] = {}  # by request id, until finished
-        self.num_dead_waiting = 0  # finished members of `waiting`, so that no step must search it
+        # Finished members, counted so that no step must search for them.
+        self.num_dead_waiting = 0
+        self.num_dead_running = 0
         self.order_is_stale = False  # somebody joined `running` since it was last sorted
 
     def fits(self, seq: Sequence) -> Fit:
         """Say whether the blocks and the slot of a sequence that holds nothing can be had."""
-        fit = self.blocks.fits(seq.blocks_needed(self.config.block_size))
+        fit = self.blocks.fits(self.blocks_needed(seq))
         if fit is Fit.OK and self.slots.num_free == 0:
             return Fit.LATER
         return fit
@@ -47,13 +50,24 @@ class Queues:
     def allocate(self, seq: Sequence) -> None:
         """Reserve blocks for all its tokens, then a slot (§3)."""
         assert not seq.block_table and seq.slot == 0, f"{seq.request.req_id!r} holds memory already"
-        seq.block_table = self.blocks.allocate(seq.blocks_needed(self.config.block_size))
+        self.add_blocks(seq, self.blocks_needed(seq))
         seq.slot = self.slots.allocate()[0]
+
+    def blocks_needed(self, seq: Sequence) -> int:
+        return -(-seq.tokens_needed // self.config.block_size)
+
+    def add_blocks(self, seq: Sequence, count: int) -> tuple[int, ...]:
+        """Append blocks from the pool to a sequence's table and return their ids."""
+        new = self.blocks.allocate(count)
+        seq.block_table += new
+        seq.capacity += count * self.config.block_size
+        return tuple(new)
 
     def release(self, seq: Sequence) -> None:
         """Return whatever the sequence holds, last block first; holding nothing is fine."""
         self.blocks.free(reversed(seq.block_table))
         seq.block_table = []
+        seq.capacity = 0
         if seq.slot:
             self.slots.free((seq.slot,))
             seq.slot = 0
@@ -61,6 +75,16 @@ class Queues:
     def join_running(self, seq: Sequence) -> None:
         self.running.append(seq)
         self.order_is_stale = True
+        self.num_dead_running += seq.is_finished
+
+    def take_dead_running(self) -> list[Sequence]:
+        """Remove finished members of `running`; they keep their memory for now (§2.7)."""
+        if self.num_dead_running == 0:
+            return []
+        dead = [seq for seq in self.running if seq.is_finished]
+        self.running = [seq for seq in self.running if not seq.is_finished]
+        self.num_dead_running = 0
+        return dead
 
     def requeue(self, seq: Sequence) -> None:
         """Put a preempted sequence at the front of the queue.
@@ -124,9 +148,9 @@ class Queues:
             name = seq.request.req_id
             if seq.is_finished and self.config.strict_upstream:
                 continue
-            assert 0 <= seq.prev_cached <= seq.num_tokens or seq.is_finished, f"I1: {name}"
-            assert seq.cached <= seq.num_tokens, f"I1: {name} cached {seq.cached}"
+            assert 0 <= seq.cached <= seq.num_tokens, f"I1: {name} cached {seq.cached}"
             assert bool(seq.block_table) == bool(seq.slot), f"I7: {name} holds half its memory"
+            assert seq.capacity == len(seq.block_table) * self.config.block_size, name
             for block in seq.block_table:
                 assert block >= 1, f"I7: {name} holds block 0"
                 held[block] = held.get(block, 0) + 1
@@ -139,5 +163,11 @@ class Queues:
                 assert seq.cached == seq.num_tokens - 1, f"I2: {seq.request.req_id}"
         for block, count in held.items():
             assert self.blocks.references(block) == count, f"block {block}: {count} owners"
+        for seq in list(self.waiting)[1:]:
+            behind = bool(seq.block_table) and not seq.is_finished
+            assert not behind or self.config.strict_upstream, "only the head may hold blocks"
+        for queue, dead in ((self.waiting, self.num_dead_waiting),
+                            (self.running, self.num_dead_running)):  # fmt: skip
+            assert dead == sum(seq.is_finished for seq in queue), "finished ones are miscounted"
         ids = [seq.seq_id for seq in (*self.waiting, *self.running)]
         assert len(ids) == len(set(ids)), "I6: a sequence stands in two queues"

@@ -5,7 +5,7 @@ pool runs short or the group votes, the following steps are known, so a simulato
 one. Stopping short of the true horizon is always safe: it only costs speed.
 """
 
-from mdi_shared.blocks import BlockPool
+from mdi_shared.queues import Queues
 from mdi_shared.request import Sequence
 
 FAR = 1 << 30
@@ -22,27 +22,25 @@ class Growth:
     Made after the first of those steps was planned, so tables fit that step exactly.
     """
 
-    __slots__ = ("batch", "block_size", "room")
+    __slots__ = ("batch", "block_size", "queues", "room")
 
-    def __init__(self, batch: list[Sequence], block_size: int) -> None:
+    def __init__(self, batch: list[Sequence], queues: Queues) -> None:
         self.batch = batch
-        self.block_size = block_size
+        self.queues = queues
+        self.block_size = queues.config.block_size
         # Steps that still fit into the table; inflight counts the planned step already, and
         # §1.2 reserves for what was in flight when a step is planned, one less than now.
-        self.room = [
-            len(seq.block_table) * block_size - (seq.num_tokens + seq.inflight_total - 1)
-            for seq in batch
-        ]
+        self.room = [seq.capacity + 1 - seq.num_tokens - seq.inflight_total for seq in batch]
 
-    def steps(self, pool: BlockPool) -> int:
+    def steps(self) -> int:
         """Count steps, the planned one included, in which nobody can be starved of a block."""
         if not self.batch:
             return FAR
         # Every sequence takes a block at most once in `block_size` steps.
-        rounds = pool.num_free // len(self.batch)
+        rounds = self.queues.blocks.num_free // len(self.batch)
         return max(rounds * self.block_size, min(self.room)) + 1
 
-    def take(self, pool: BlockPool, count: int) -> tuple[int, ...]:
+    def take(self, count: int) -> tuple[int, ...]:
         """Allocate for `count` further steps in the order single steps would.
 
         Returns the number of free blocks after each of them.
@@ -57,9 +55,9 @@ class Growth:
         due.sort()
         taken = [0] * (count + 1)
         for step, _, _, index in due:
-            self.batch[index].block_table += pool.allocate()
+            self.queues.add_blocks(self.batch[index], 1)
             taken[step] += 1
-        free, left = [], pool.num_free + len(due)
+        free, left = [], self.queues.blocks.num_free + len(due)
         for step in range(1, count + 1):
             left -= taken[step]
             free.append(left)

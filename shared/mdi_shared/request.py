@@ -77,27 +77,24 @@ class Sequence:
     """A request inside one scheduler. Counters follow engine-semantics §1.2; all are tokens.
 
     `num_tokens` is committed (prompt + emitted), `cached` has complete attention state,
-    `inflight_total` bounds the rows of steps scheduled and not yet processed, `inflight_last`
-    is the newest such step's share.
+    `inflight_total` bounds the rows of steps scheduled and not yet processed, `capacity` is what
+    its blocks hold.
     """
 
     __slots__ = (
         "block_table",
         "cached",
+        "capacity",
         "checkpoints",
         "chunk_rest",
         "finish_at",
-        "inflight_last",
         "inflight_total",
         "num_drafts",
         "num_tokens",
         "output_len",
-        "prev_cached",
-        "process_count",
         "prompt_len",
         "request",
         "schedulable",
-        "schedule_count",
         "seq_id",
         "slot",
         "state",
@@ -113,18 +110,15 @@ class Sequence:
         self.num_tokens = request.prompt_len
         self.output_len = 0
         self.cached = request.cached_len
-        self.prev_cached = request.cached_len
         self.inflight_total = 0
-        self.inflight_last = 0
         self.num_drafts = 0
         self.chunk_rest = 0
         self.checkpoints = list(request.chunk_checkpoints)
         self.block_table: list[int] = []
+        self.capacity = 0
         self.slot = 0
         self.state = State.WAITING
         self.schedulable = True
-        self.schedule_count = 0
-        self.process_count = 0
         stops = set(request.stop_token_ids)
         if not request.ignore_eos:
             stops.add(eos_token_id)
@@ -147,27 +141,29 @@ class Sequence:
         )
         self.state = state
 
-    def blocks_needed(self, block_size: int) -> int:
-        """Blocks for everything committed, in flight and drafted (§1.2)."""
-        tokens = self.num_tokens + self.inflight_total + self.num_drafts
-        return -(-tokens // block_size)
+    @property
+    def tokens_needed(self) -> int:
+        """Tokens its blocks must hold now: committed, in flight and drafted (§1.2)."""
+        return self.num_tokens + self.inflight_total + self.num_drafts
 
-    def append(self, token: int) -> bool:
-        """Commit one token; return True when the sequence finished with it (check_stop, §1.3)."""
-        self.num_tokens += 1
-        self.output_len += 1
-        if token in self.stop_ids:
-            self.become(State.STOPPED)
-        elif self.num_tokens >= self.finish_at:
-            self.become(State.LENGTH_CAPPED)
-        else:
-            return False
-        return True
+    def extend(self, tokens: tuple[int, ...]) -> int:
+        """Commit tokens up to the one that finishes it; return how many (check_stop, §1.3)."""
+        count = 0
+        for token in tokens:
+            count += 1
+            self.num_tokens += 1
+            self.output_len += 1
+            if token in self.stop_ids:
+                self.become(State.STOPPED)
+                break
+            if self.num_tokens >= self.finish_at:
+                self.become(State.LENGTH_CAPPED)
+                break
+        return count
 
     def reset_for_recompute(self) -> None:
         """Forget all attention state but no token (§1.3); consumed checkpoints stay consumed."""
-        self.cached = self.prev_cached = 0
-        self.inflight_total = self.inflight_last = 0
+        self.cached = 0
+        self.inflight_total = 0
         self.num_drafts = 0
         self.chunk_rest = 0
-        self.schedule_count = self.process_count = 0

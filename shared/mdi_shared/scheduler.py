@@ -95,6 +95,8 @@ class Scheduler:
             return None
         if seq.state is State.WAITING:
             self.queues.num_dead_waiting += 1
+        else:
+            self.queues.num_dead_running += 1
         seq.become(State.ABORTED)
         return Emission(seq.seq_id, (), seq.output_len, seq.finish_reason)
 
@@ -218,8 +220,6 @@ class Scheduler:
         most = 1 + self.config.num_draft_tokens
         for seq in seqs:
             seq.inflight_total += most
-            seq.inflight_last = most
-            seq.schedule_count += 1
         self._flights.append(_Flight(self.step, is_prefill=is_prefill, seqs=seqs, qs=qs))
 
     def _check_progress(self, plan: StepPlan) -> None:
@@ -228,11 +228,13 @@ class Scheduler:
         if plan.items or plan.finished or plan.ignored or plan.preempted or not queues.waiting:
             self._idle_turns = 0
             return
-        if queues.running or not queues.waiting[0].schedulable:
+        head = queues.waiting[0]
+        if queues.running or not head.schedulable:
             return
-        self._idle_turns += 1
         above = self.config.strict_upstream and queues.blocks.usage > WATERMARK
-        # By the second ANY point every rank has tried to prefill with nothing in its way.
+        # By the second ANY point every rank has tried to prefill with nothing in its way; but
+        # without chunking, each checkpoint costs the head one attempt (§13.10).
+        self._idle_turns += not head.checkpoints
         if above or self._idle_turns > 2 * self.config.prefill_any_attempt_interval:
             reason = (
                 f"nothing runs and {queues.blocks.usage:.0%} of the KV pool is held, above the "
@@ -258,19 +260,10 @@ class Scheduler:
         )
         emissions: list[Emission] = []
         dropped: list[int] = []
-        for index, seq in enumerate(flight.seqs):
-            newer = seq.inflight_total != seq.inflight_last
-            seq.inflight_total = seq.inflight_last if newer else 0
-            seq.inflight_last = seq.inflight_total
-            if seq.is_finished or (seq.state is State.WAITING and not flight.is_prefill):
-                dropped.append(index)
-                if flight.is_prefill:
-                    self.queues.join_running(seq)  # the next decode step frees it
-                continue
-            seq.process_count += 1
-            emission = self._advance_sequence(flight, index, seq, result.tokens[index])
-            if emission is not None:
-                emissions.append(emission)
+        if flight.is_prefill:
+            self._commit_prefill(flight, result, emissions, dropped)
+        else:
+            self._commit_decode(flight, result, emissions, dropped)
         return StepOutcome(
             step=flight.step,
             emissions=tuple(emissions),
@@ -279,30 +272,49 @@ class Scheduler:
             n_running=len(self.queues.running),
         )
 
-    def _advance_sequence(
-        self, flight: _Flight, index: int, seq: Sequence, tokens: tuple[int, ...]
-    ) -> Emission | None:
-        seq.prev_cached = seq.cached
-        seq.cached += flight.qs[index]
-        assert seq.cached <= seq.num_tokens + seq.num_drafts, f"I5: {seq.request.req_id!r}"
-        if seq.cached < seq.num_tokens:  # a chunk that was not the last
-            self.queues.waiting.appendleft(seq)
-            return None
-        if flight.is_prefill:
-            self.queues.join_running(seq)
+    def _commit_prefill(
+        self, flight: _Flight, result: StepResult, emissions: list[Emission], dropped: list[int]
+    ) -> None:
+        for index, (seq, q) in enumerate(zip(flight.seqs, flight.qs, strict=True)):
+            seq.inflight_total = 0
+            if seq.is_finished:
+                dropped.append(index)
+                self.queues.join_running(seq)  # the next decode step frees it
+                continue
+            seq.cached += q
+            if seq.cached < seq.num_tokens:  # a chunk that was not the last
+                self.queues.waiting.appendleft(seq)
+                continue
+            tokens = result.tokens[index]
+            assert len(tokens) == 1, f"{len(tokens)} tokens from the last chunk of a prompt"
+            seq.extend(tokens)
             seq.num_drafts = self.config.num_draft_tokens
-        assert 1 <= len(tokens) <= flight.qs[index], f"{len(tokens)} tokens from one step"
-        emitted = 0
-        for token in tokens:
-            emitted += 1
-            if seq.append(token):
-                self.queues.live.pop(seq.request.req_id, None)
-                break
-        if not flight.is_prefill:
-            seq.cached = seq.prev_cached + emitted  # rejected drafts are not cached
-        assert seq.cached <= seq.num_tokens, f"I1: {seq.request.req_id!r}"
-        reason = seq.finish_reason if seq.is_finished else None
-        return Emission(seq.seq_id, tokens[:emitted], seq.output_len, reason)
+            self.queues.join_running(seq)
+            emissions.append(self._emission(seq, tokens))
+
+    def _commit_decode(
+        self, flight: _Flight, result: StepResult, emissions: list[Emission], dropped: list[int]
+    ) -> None:
+        rows = 1 + self.config.num_draft_tokens
+        for index, (seq, tokens) in enumerate(zip(flight.seqs, result.tokens, strict=True)):
+            if seq.state is not State.RUNNING:  # finished, or preempted and its counters reset
+                dropped.append(index)
+                continue
+            seq.inflight_total -= rows
+            assert 1 <= len(tokens) <= rows, f"{len(tokens)} tokens from {rows} rows"
+            emitted = seq.extend(tokens)
+            seq.cached += emitted  # rejected drafts are not cached
+            if seq.state is State.RUNNING:
+                emissions.append(Emission(seq.seq_id, tokens, seq.output_len, None))
+            else:
+                self.queues.num_dead_running += 1
+                emissions.append(self._emission(seq, tokens[:emitted]))
+
+    def _emission(self, seq: Sequence, tokens: tuple[int, ...]) -> Emission:
+        if not seq.is_finished:
+            return Emission(seq.seq_id, tokens, seq.output_len, None)
+        self.queues.live.pop(seq.request.req_id, None)
+        return Emission(seq.seq_id, tokens, seq.output_len, seq.finish_reason)
 
     def release(self) -> None:
         """Return the memory of sequences the newest plan listed as finished (§2.7)."""
@@ -328,7 +340,7 @@ class Scheduler:
         )
         if not foretold or (not batch and not queues.waiting):
             return 1, 1
-        most = min(steps_until_finish(batch), Growth(batch, config.block_size).steps(queues.blocks))
+        most = min(steps_until_finish(batch), Growth(batch, queues).steps())
         to_vote = steps_to_next_vote(
             plan.decode_step, config.prefill_attempt_interval, config.prefill_any_attempt_interval
         )
@@ -344,14 +356,11 @@ class Scheduler:
         queues, flight = self.queues, self._flights[-1]
         batch = flight.seqs
         dropped = self._drop_rows(self._flights[0]) if len(self._flights) > 1 else ()
-        free_blocks = Growth(batch, self.config.block_size).take(queues.blocks, count)
+        free_blocks = Growth(batch, queues).take(count)
         for seq in batch:
             seq.num_tokens += count
             seq.output_len += count
             seq.cached += count
-            seq.prev_cached = seq.cached - 1
-            seq.schedule_count += count
-            seq.process_count += count
         if len(self._flights) > 1:
             self._flights[0] = _Flight(
                 self.step + count - 1, is_prefill=False, seqs=batch, qs=flight.qs
@@ -380,12 +389,10 @@ class Scheduler:
         rows = 1 + self.config.num_draft_tokens
         for seq in self.queues.running:
             if not seq.is_finished:
-                assert seq.inflight_total in (0, rows), f"I3: {seq.request.req_id!r}"
-                assert seq.schedule_count - seq.process_count in (0, 1), (
-                    f"I4: {seq.request.req_id!r}"
+                assert seq.inflight_total in (0, rows), f"I3, I4: {seq.request.req_id!r}"
+                assert seq.capacity >= seq.cached + seq.inflight_total, (
+                    f"I8: {seq.request.req_id!r}"
                 )
-                held = len(seq.block_table) * self.config.block_size
-                assert held >= seq.cached + seq.inflight_total, f"I8: {seq.request.req_id!r}"
             assert seq.output_len <= seq.request.max_tokens, f"I11: {seq.request.req_id!r}"
             touched = seq.cached + seq.inflight_total
             assert touched <= self.config.runtime_max_model_len, f"I12: {seq.request.req_id!r}"

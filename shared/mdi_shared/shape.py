@@ -4,7 +4,7 @@ Field names are the checkpoint's own (nested `config.json`). What does not chang
 out: rope, norms' epsilons, special tokens, the draft head and the vision tower. This is not the
 executor's model configuration, and it reads no file.
 
-Read next: `work.py` (rows, pairs and FLOPs of a step), `hardware.py`, `cost.py`.
+Read next: `footprint.py` (weights), `work.py` (rows, pairs and FLOPs of a step), `cost.py`.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from mdi_shared.errors import ConfigError
 
-TILE = 32  # FP8 weights carry one scale byte per 32 x 32 tile, FP4 weights one per 32 inputs
+SCALE_GROUP = 32  # values per E8M0 scale byte of index keys and window entries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,15 +68,16 @@ class ModelShape:
             _require(all(0 <= i < len(ratios) and ratios[i] for i in layers), name, layers,
                      "must name layers of ratio 1 or 2")  # fmt: skip
         indexed = self.index_source_layer_ids
-        _require(all(i in indexed for i in self.kv_source_layer_ids), "kv_source_layer_ids",
-                 self.kv_source_layer_ids, f"must be among the index sources {indexed}")  # fmt: skip
-        _require(self.candidate_source_layer_id in indexed[len(indexed_before(indexed, boundary)):],
-                 "candidate_source_layer_id", self.candidate_source_layer_id,
-                 "must be an index source of ratio 1")  # fmt: skip
-        _require(all(0 <= i < boundary for i in self.engram_layer_ids), "engram_layer_ids",
-                 self.engram_layer_ids, f"must be below the first ratio-1 layer, {boundary}")  # fmt: skip
-        _require(len(self.engram_num_embeddings) == len(self.engram_layer_ids),
-                 "engram_num_embeddings", self.engram_num_embeddings,
+        sources = self.kv_source_layer_ids
+        _require(all(i in indexed for i in sources), "kv_source_layer_ids", sources,
+                 f"must be among the index sources {indexed}")  # fmt: skip
+        candidate = self.candidate_source_layer_id
+        _require(candidate in indexed and candidate >= boundary, "candidate_source_layer_id",
+                 candidate, f"must be an index source of ratio 1, from {boundary} on")  # fmt: skip
+        engrams, tables = self.engram_layer_ids, self.engram_num_embeddings
+        _require(all(0 <= i < boundary for i in engrams), "engram_layer_ids", engrams,
+                 f"must be below the first ratio-1 layer, {boundary}")  # fmt: skip
+        _require(len(tables) == len(engrams), "engram_num_embeddings", tables,
                  "needs one number of rows per Engram layer")  # fmt: skip
         keep = self.replay_keep_tokens
         _require(keep == 0 or keep >= self.sliding_window, "replay_keep_tokens", keep,
@@ -118,12 +119,12 @@ class ModelShape:
     @property
     def num_index_r2_layers(self) -> int:
         """Layers that score every visible ratio-2 entry."""
-        return len(indexed_before(self.index_source_layer_ids, self.n_prefill_layer))
+        return len(layers_below(self.index_source_layer_ids, self.n_prefill_layer))
 
     @property
     def num_index_r1_layers(self) -> int:
         """Ratio-1 layers that score every visible entry: up to the candidate source."""
-        before = indexed_before(self.index_source_layer_ids, self.candidate_source_layer_id + 1)
+        before = layers_below(self.index_source_layer_ids, self.candidate_source_layer_id + 1)
         return len(before) - self.num_index_r2_layers
 
     @property
@@ -134,7 +135,7 @@ class ModelShape:
 
     @property
     def num_kv_source_r2_layers(self) -> int:
-        return len(indexed_before(self.kv_source_layer_ids, self.n_prefill_layer))
+        return len(layers_below(self.kv_source_layer_ids, self.n_prefill_layer))
 
     @property
     def num_kv_source_r1_layers(self) -> int:
@@ -159,12 +160,12 @@ class ModelShape:
     @property
     def index_key_bytes(self) -> int:
         """One index key: E2M1 codes and an E8M0 scale per 32."""
-        return self.index_head_dim // 2 + self.index_head_dim // TILE
+        return self.index_head_dim // 2 + self.index_head_dim // SCALE_GROUP
 
     @property
     def window_bytes(self) -> int:
         """One token in one layer's window ring: E4M3 codes and an E8M0 scale per 32."""
-        return self.head_dim + self.head_dim // TILE
+        return self.head_dim + self.head_dim // SCALE_GROUP
 
     @property
     def kv_bytes_per_token(self) -> Fraction:
@@ -193,106 +194,10 @@ class ModelShape:
         """Rings and tails of one sequence, without speculation; its few n-gram ids not counted."""
         return self.ring_bytes_per_slot + self.tail_bytes_per_slot
 
-    # Weights (v41-architecture §12, §13)
 
-    @property
-    def expert_params(self) -> int:
-        """One expert, routed or shared: w1, w3 and w2."""
-        return 3 * self.hidden_size * self.moe_intermediate_size
-
-    @property
-    def expert_bytes(self) -> int:
-        """One routed expert in FP4 with its scales."""
-        return self.expert_params // 2 + self.expert_params // TILE
-
-    @property
-    def attention_matrices(self) -> tuple[tuple[int, int], ...]:
-        """Rows and columns of one layer's FP8 projections: wq_a, wq_b, wkv, wo_a, wo_b."""
-        hidden, wide = self.hidden_size, self.num_attention_heads * self.head_dim
-        grouped = self.o_groups * self.o_lora_rank
-        return (
-            (self.q_lora_rank, hidden),
-            (wide, self.q_lora_rank),
-            (self.head_dim, hidden),
-            (grouped, wide // self.o_groups),
-            (hidden, grouped),
-        )
-
-    @property
-    def engram_matrix(self) -> tuple[int, int]:
-        """Rows and columns of one Engram projection: a key per stream copy and one value."""
-        columns = self.engram_rows_per_token * self.engram_head_dim
-        return self.hidden_size * (self.hc_mult + 1), columns
-
-    def weight_params(self) -> dict[str, int]:
-        """Parameters by part of the backbone, in the order of v41-architecture §13."""
-        layers, hidden, copies = self.num_hidden_layers, self.hidden_size, self.hc_mult
-        compressors = 2 * self.num_kv_source_r2_layers + self.num_kv_source_r1_layers
-        indexers = len(self.index_source_layer_ids)
-        wq_b = self.index_n_heads * self.index_head_dim * self.q_lora_rank
-        keys = len(self.kv_source_layer_ids) * self.index_head_dim * self.head_dim
-        return {
-            "routed_experts": layers * self.n_routed_experts * self.expert_params,
-            "engram_tables": sum(self.engram_num_embeddings) * self.engram_head_dim,
-            "attention": layers * sum(rows * cols for rows, cols in self.attention_matrices),
-            "shared_experts": layers * self.n_shared_experts * self.expert_params,
-            "embed_head": 2 * self.vocab_size * hidden,
-            "engram_projections": self.num_engram_layers * self.engram_matrix[0]
-            * self.engram_matrix[1],
-            "router": layers * self.n_routed_experts * hidden,
-            "index_compress": indexers * (wq_b + self.index_n_heads * hidden) + keys
-            + compressors * self.head_dim * hidden,
-            "hyper_connections": layers * 2 * copies * (copies + 2) * copies * hidden,
-            "small": self._small_bf16() + self._small_f32(),
-        }  # fmt: skip
-
-    def weight_bytes(self) -> dict[str, int]:
-        """Bytes by part of the backbone as stored: FP4 or FP8 with scales, bf16, f32."""
-        params = self.weight_params()
-        layers, hidden, inter = (
-            self.num_hidden_layers, self.hidden_size, self.moe_intermediate_size,
-        )  # fmt: skip
-        shared = 2 * fp8_bytes(inter, hidden) + fp8_bytes(hidden, inter)
-        wq_b = (self.index_n_heads * self.index_head_dim, self.q_lora_rank)
-        indexers = len(self.index_source_layer_ids)
-        table_row = self.engram_head_dim + self.engram_head_dim // TILE
-        bf16_index = params["index_compress"] - indexers * wq_b[0] * wq_b[1]
-        return {
-            "routed_experts": layers * self.n_routed_experts * self.expert_bytes,
-            "engram_tables": sum(self.engram_num_embeddings) * table_row,
-            "attention": layers * sum(fp8_bytes(*matrix) for matrix in self.attention_matrices),
-            "shared_experts": layers * self.n_shared_experts * shared,
-            "embed_head": 2 * params["embed_head"],
-            "engram_projections": self.num_engram_layers * fp8_bytes(*self.engram_matrix),
-            "router": 2 * params["router"],
-            "index_compress": indexers * fp8_bytes(*wq_b) + 2 * bf16_index,
-            "hyper_connections": 4 * params["hyper_connections"],
-            "small": 2 * self._small_bf16() + 4 * self._small_f32(),
-        }
-
-    def _small_bf16(self) -> int:
-        """Norm vectors and the Engram gate's vectors, as parameters."""
-        per_layer = 2 * self.hidden_size + self.q_lora_rank + self.head_dim
-        sources = len(self.kv_source_layer_ids) * (self.head_dim + self.index_head_dim)
-        gates = self.num_engram_layers * 2 * self.hc_mult * self.hidden_size
-        return self.num_hidden_layers * per_layer + self.hidden_size + sources + gates
-
-    def _small_f32(self) -> int:
-        """Attention sinks, router biases (text, image), hyper-connection bases and scales."""
-        hyper = 2 * (self.hc_mult * (self.hc_mult + 2) + 3)
-        return self.num_hidden_layers * (
-            self.num_attention_heads + 2 * self.n_routed_experts + hyper
-        )
-
-
-def indexed_before(layer_ids: tuple[int, ...], stop: int) -> tuple[int, ...]:
+def layers_below(layer_ids: tuple[int, ...], stop: int) -> tuple[int, ...]:
     """Return those of `layer_ids` below `stop`."""
     return tuple(i for i in layer_ids if i < stop)
-
-
-def fp8_bytes(rows: int, columns: int) -> int:
-    """Bytes of an FP8 matrix with its tile scales."""
-    return rows * columns + -(-rows // TILE) * -(-columns // TILE)
 
 
 def shape_by_name(name: str) -> ModelShape:

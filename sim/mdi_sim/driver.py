@@ -193,6 +193,8 @@ class RankDriver:
                 self.shape,
                 [(item.q, item.k, self._full_len(item.seq_id, item.k)) for item in plan.items],
             )
+        if plan.items and plan.items[0].q == 1:
+            return DecodeWork(self.shape, [item.k for item in plan.items]).at(0)
         return step_work(self.shape, plan)
 
     def _full_len(self, seq_id: int, k: int) -> int:

@@ -70,7 +70,7 @@ def steps_frame(rows=STEPS, rank=0) -> pd.DataFrame:
     frame[times] = frame[times].astype("int64") * MS
     frame["kind"] = frame["kind"].astype("category")
     frame["rank"] = np.int16(rank)
-    for name in ("n_preempted", "n_accepted"):
+    for name in ("cp", "n_preempted", "n_accepted"):
         frame[name] = 0
     frame["sum_k"] = 100
     frame["cpu_sched_ms"] = np.float32(0.5)

@@ -5,7 +5,7 @@ import json
 
 import pandas as pd
 import pytest
-from mdi_analysis import compare, compare_plans
+from mdi_analysis import SLO, compare, compare_plans
 from mdi_shared.errors import ConfigError
 from rich.console import Console
 
@@ -134,6 +134,13 @@ def test_dict_is_json_and_table_names_both_runs(run, nothing):
     assert "model [x]" in shown
     assert "+10.0%" in shown
     assert "…" not in shown
+
+
+def test_goodput_is_compared_under_an_slo(run):
+    late = run.but(requests=run.requests.assign(t_first_token=run.requests["t_last_token"]))
+    rates = compare(run, late, slo=SLO(ttft_ms=22)).rates
+    assert (rates["goodput_share"].a, rates["goodput_share"].b) == (0.5, 0)
+    assert "goodput_share" not in compare(run, late).rates
 
 
 def test_names_must_differ(run):

@@ -45,7 +45,7 @@ def test_nullable_integer_columns_read_alike(run):
 
 def test_unknown_finish_reason_names_row_and_value(run):
     requests = run.requests.assign(finish_reason=["stop", "tired", None, None])
-    with pytest.raises(TraceError, match=r"row 1, column 'finish_reason': 'tired' must be"):
+    with pytest.raises(TraceError, match=r"row 2, column 'finish_reason': 'tired' must be"):
         request_latencies(run.but(requests=requests))
 
 
@@ -84,7 +84,7 @@ def test_gaps_keep_ranks_apart(run):
 
 
 def test_item_without_its_step_is_named(run):
-    with pytest.raises(TraceError, match="row 7, column 'step': step 4 of rank 0 is not in"):
+    with pytest.raises(TraceError, match="row 8, column 'step': step 4 of rank 0 is not in"):
         inter_token_latencies(run.but(steps=run.steps.iloc[:4]))
 
 

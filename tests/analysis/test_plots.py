@@ -12,7 +12,7 @@ from mdi_analysis import (
     plot_timeline,
     save_plots,
 )
-from mdi_analysis.binning import MAX_BINS, bin_edges, binned, nice_window_s, window_rates
+from mdi_analysis.binning import NUM_BINS, bin_edges, binned, nice_window_s, window_rates
 from mdi_shared.errors import ConfigError
 
 PLOTS = (plot_latency, plot_step_time, plot_throughput, plot_timeline)
@@ -21,8 +21,8 @@ PLOTS = (plot_latency, plot_step_time, plot_throughput, plot_timeline)
 def test_latency_curve_ends_at_the_slowest_request(run):
     figure = plot_latency(run)
     ttft = figure.axes[0].lines[0]
-    assert ttft.get_xdata().tolist() == [16, 21]
-    assert ttft.get_ydata().tolist() == [0.5, 1.0]
+    assert list(ttft.get_xdata()) == [16, 16, 21]
+    assert list(ttft.get_ydata()) == [0, 0.5, 1.0]
     title = figure.get_suptitle()
     assert "2 completed, 1 rejected, 0 aborted, 1 unfinished" in title
     assert "tiny, H200, simulator" in title
@@ -83,10 +83,18 @@ def test_bins_without_values_are_left_out():
     assert middle.tolist() == [0.5, 9.5]
 
 
-def test_number_of_bins_is_bounded():
-    assert bin_edges((0, 100), 7).size == 8
-    assert bin_edges((0, 1e12), 150_000).size == MAX_BINS + 1
-    assert (np.diff(bin_edges((5, 5), 3)) > 0).all()
+@pytest.mark.parametrize("span", [(0, 1e12), (5, 5)])
+def test_bins_cover_the_span(span):
+    edges = bin_edges(span)
+    assert edges.size == NUM_BINS + 1
+    assert (edges[0], edges[-1]) == (span[0], max(span[1], span[0] + 1))
+    assert (np.diff(edges) > 0).all()
+
+
+def test_timeline_shows_every_step_of_a_short_run(run):
+    batch = plot_timeline(run).axes[0]
+    curves = {line.get_label(): line.get_ydata().tolist() for line in batch.lines}
+    assert curves == {"prefill": [1, 2], "decode": [2, 2, 2]}
 
 
 def test_last_window_counts_its_own_length():

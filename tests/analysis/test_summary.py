@@ -59,11 +59,13 @@ def test_recomputed_tokens_are_no_input(run):
     assert (found.throughput.input_tokens, found.engine.recomputed_tokens) == (200, 56)
 
 
-def test_gpus_are_ranks_times_context_parallel(two_ranks):
+def test_gpus_are_groups_times_context_parallel(two_ranks):
     assert summarize(two_ranks).throughput.n_gpus == 2
     config = {"scheduler": {"context_parallel_size": 4, "num_blocks": 101}}
     split = two_ranks.but(metadata=type(two_ranks.metadata)(config=config))
     assert summarize(split).throughput.n_gpus == 8
+    halves = split.but(steps=split.steps.assign(cp=split.steps["rank"]))
+    assert summarize(halves).throughput.n_gpus == 4  # rank 1 is inside the group of rank 0
     assert summarize(split, n_gpus=3).throughput.n_gpus == 3
     with pytest.raises(ConfigError, match="n_gpus = 0: must be at least 1"):
         summarize(two_ranks, n_gpus=0)
@@ -103,7 +105,10 @@ def test_kv_occupancy_needs_num_blocks(run):
     assert (engine.kv_occupancy_mean, engine.kv_occupancy_max) == (None, None)
 
 
-@pytest.mark.parametrize(("num_blocks", "what"), [(50, "num_blocks - 1 = 49"), ("50", "integer")])
+@pytest.mark.parametrize(
+    ("num_blocks", "what"),
+    [(50, "row 1, .*num_blocks - 1 = 49"), ("50", "integer"), (1, "at least 2")],
+)
 def test_kv_occupancy_refuses_a_config_that_cannot_be(run, num_blocks, what):
     metadata = type(run.metadata)(config={"num_blocks": num_blocks})
     with pytest.raises(TraceError, match=what):
@@ -117,7 +122,7 @@ def test_barrier_wait(run, two_ranks):
 
 def test_unknown_kind_is_named(run):
     steps = run.steps.assign(kind=["prefill", "prefill", "decode", "nap", "decode"])
-    with pytest.raises(TraceError, match=r"row 3, column 'kind': 'nap' must be one of prefill"):
+    with pytest.raises(TraceError, match=r"row 4, column 'kind': 'nap' must be one of prefill"):
         summarize(run.but(steps=steps))
 
 

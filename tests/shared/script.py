@@ -18,7 +18,7 @@ from mdi_shared.loop import (
     Vote,
     serve,
 )
-from mdi_shared.plan import StepPlan, StepResult
+from mdi_shared.plan import StepItem, StepPlan, StepResult
 from mdi_shared.request import Request
 from mdi_shared.scheduler import Scheduler
 from mdi_shared.vote import decide
@@ -47,8 +47,8 @@ class Turn:
 
     plan: StepPlan
     names: dict[int, str]
+    taken: int = 1  # steps of this batch taken at once
     reports: list[Report] = field(default_factory=list)
-    free: int = -1
     free_after: int = -1
     state: dict[str, str] = field(default_factory=dict)
     tables: dict[str, list[int]] = field(default_factory=dict)
@@ -85,29 +85,35 @@ class Turn:
 class ScriptedRank:
     """One rank: `script[step]` lists requests and abort names that come up before that step."""
 
-    def __init__(self, config, script, *, num_ranks=1, accepted=None, policy=None, repeat=1):
+    def __init__(
+        self, config, script, *, num_ranks=1, accepted=None, stops=None, policy=None, repeat=1
+    ):
         self.scheduler = Scheduler(config, policy)
         self.script = dict(script)
         self.accepted = accepted or {}
+        self.stops = stops or {}  # request name -> output length at which it says end of sequence
+        self.output_len: dict[str, int] = {}
         self.repeat = repeat  # most steps taken per launch
         self.flights: deque[tuple[StepPlan, int]] = deque()
         self.names: dict[int, str] = {}
         self.turns: list[Turn] = []
         self.reports: list[Report] = []
+        self.early: list[Report] = []  # reports that belong to no step, like a flush's
         self.loop = serve(self.scheduler, num_ranks=num_ranks)
-        self.pending: Vote | None = None
+        self.in_group = num_ranks > 1
+        self.pending: Vote | AwaitArrival | None = None
         self.done = False
         self.answer = None
 
     def advance(self, max_steps: int) -> None:
-        """Run until a vote is due, the script is over, or `max_steps` steps were launched."""
+        """Run until the group must meet, the script is over, or `max_steps` were launched."""
         while not self.done:
             try:
                 effect = self.loop.send(self.answer)
             except StopIteration:
                 self.done = True
                 return
-            if isinstance(effect, Vote):
+            if isinstance(effect, Vote) or (isinstance(effect, AwaitArrival) and self.in_group):
                 self.pending = effect
                 return
             self.answer = self._answer(effect, max_steps)
@@ -121,46 +127,84 @@ class ScriptedRank:
                 return None
             return self._news()
         if isinstance(effect, Report):
-            self.reports.append(effect)
+            self._note(effect)
             return None
         if isinstance(effect, AwaitArrival):
-            if not self.script:
-                return False
-            first = min(self.script)
-            self.script[self.scheduler.step + 1] = self.script.pop(first)
-            return True
+            return self.wake()
         if isinstance(effect, AwaitStep):
             return self._result(*self.flights.popleft())
         assert isinstance(effect, Launch)
-        taken = min(self.repeat, effect.repeats)
+        return self._launch(effect)
+
+    def wake(self) -> bool:
+        """Bring what comes first in the script forward to now; False when nothing is left."""
+        if not self.script:
+            return False
+        self.script[self.scheduler.step + 1] = self.script.pop(min(self.script))
+        return True
+
+    def _launch(self, effect: Launch) -> int:
+        taken = min(self.repeat, self._certain(effect))
         for shift in range(taken):
             self.flights.append((effect.plan, shift))
         for _ in range(taken - 1):
             self.flights.popleft()
-        self.turns.append(
-            Turn(effect.plan, self.names, free=self.scheduler.queues.blocks.num_free)
-        )
-        self._open = True
+        self.turns.append(Turn(effect.plan, self.names, taken=taken))
         return taken
 
+    def _certain(self, effect: Launch) -> int:
+        """How many steps a driver that knows the script may take at once."""
+        step = effect.plan.step
+        coming = [key - step for key in self.script if key > step]
+        quiet = min([effect.repeats_if_quiet, *coming])
+        most = max(effect.repeats, quiet) if coming else effect.repeats_if_quiet
+        aborts = [
+            key - step
+            for key, entries in self.script.items()
+            if key > step and any(isinstance(entry, str) for entry in entries)
+        ]
+        ends = [
+            self.stops[name] - self.output_len.get(name, 0)
+            for item in effect.plan.items
+            if (name := self.names[item.seq_id]) in self.stops
+        ]
+        return max(1, min([most, *aborts, *ends]))
+
     def _news(self) -> News:
-        entries = self.script.pop(self.scheduler.step + 1, ())
+        due = sorted(key for key in self.script if key <= self.scheduler.step + 1)
+        entries = [entry for key in due for entry in self.script.pop(key)]
         requests = tuple(e for e in entries if isinstance(e, Request))
         for request in requests:
             self.names[len(self.names)] = request.req_id
         return News(requests, tuple(e for e in entries if isinstance(e, str)))
 
+    def _note(self, report: Report) -> None:
+        self.reports.append(report)
+        for emission in report.emissions:
+            self.output_len[self.names[emission.seq_id]] = emission.output_len
+        if report.advance is not None:
+            for item in self.turns[-1].plan.items:
+                name = self.names[item.seq_id]
+                self.output_len[name] = self.output_len.get(name, 0) + report.advance.count
+
     def _result(self, plan: StepPlan, shift: int) -> StepResult:
-        del shift
-        tokens = []
-        for item in plan.items:
-            accepted = self.accepted.get((self.names[item.seq_id], plan.step), 0)
-            tokens.append((TOKEN,) * (1 + accepted) if item.is_last_chunk else ())
-        return StepResult(tuple(tokens))
+        return StepResult(tuple(self._tokens(plan, item, shift) for item in plan.items))
+
+    def _tokens(self, plan: StepPlan, item: StepItem, shift: int) -> tuple[int, ...]:
+        if not item.is_last_chunk:
+            return ()
+        name = self.names[item.seq_id]
+        accepted = min(self.accepted.get((name, plan.step + shift), 0), item.q - 1)
+        tokens = [TOKEN] * (1 + (0 if plan.is_prefill else accepted))
+        left = self.stops.get(name, 1 << 30) - self.output_len.get(name, 0)
+        if 1 <= left <= len(tokens):
+            tokens[left - 1] = self.scheduler.config.eos_token_id
+        return tuple(tokens)
 
     def _close_turn(self) -> None:
         """Log the state the last turn left; reports of this turn belong to it."""
         if not self.turns or self.turns[-1].free_after >= 0:
+            self.early += self.reports
             self.reports.clear()
             return
         turn, queues = self.turns[-1], self.scheduler.queues
@@ -184,23 +228,43 @@ def play(config, script, steps, **options) -> list[Turn]:
     return rank.turns
 
 
-def play_group(configs, scripts, steps) -> list[list[Turn]]:
-    """Run several ranks in lockstep, carrying their ballots; return each one's turns."""
+def play_group_ranks(configs, scripts, steps, stops=None) -> list[ScriptedRank]:
+    """Run several ranks in lockstep, carrying their ballots."""
     ranks = [
-        ScriptedRank(config, script, num_ranks=len(configs))
-        for config, script in zip(configs, scripts, strict=True)
+        ScriptedRank(config, script, num_ranks=len(configs), stops=stops[i] if stops else None)
+        for i, (config, script) in enumerate(zip(configs, scripts, strict=True))
     ]
     while not all(rank.done for rank in ranks):
         for rank in ranks:
             rank.advance(steps)
-        votes = [rank.pending for rank in ranks if rank.pending is not None]
-        if len(votes) == len(ranks):
-            assert len({vote.topic for vote in votes}) == 1, "ranks vote on different things"
-            assert len({vote.ballot.rule for vote in votes}) == 1, "ranks vote by different rules"
-            verdict = decide(votes[0].ballot.rule, [vote.ballot.want for vote in votes])
-            for rank in ranks:
-                rank.answer, rank.pending = verdict, None
-    return [rank.turns for rank in ranks]
+        if any(rank.done for rank in ranks):
+            assert all(rank.done for rank in ranks), "a rank left while others go on"
+            break
+        _meet(ranks)
+    for rank in ranks:
+        rank._close_turn()
+    return ranks
+
+
+def _meet(ranks: list[ScriptedRank]) -> None:
+    """Answer what all ranks wait for: a vote, or the next arrival on any of them."""
+    kinds = {type(rank.pending) for rank in ranks}
+    assert len(kinds) == 1, "ranks wait for different things"
+    if kinds == {AwaitArrival}:
+        awake = [rank.wake() for rank in ranks]
+        answer = any(awake)
+    else:
+        votes = [rank.pending for rank in ranks]
+        assert len({vote.topic for vote in votes}) == 1, "ranks vote on different things"
+        assert len({vote.ballot.rule for vote in votes}) == 1, "ranks vote by different rules"
+        answer = decide(votes[0].ballot.rule, [vote.ballot.want for vote in votes])
+    for rank in ranks:
+        rank.answer, rank.pending = answer, None
+
+
+def play_group(configs, scripts, steps) -> list[list[Turn]]:
+    """Run several ranks in lockstep; return each one's turns."""
+    return [rank.turns for rank in play_group_ranks(configs, scripts, steps)]
 
 
 def request(name: str, prompt_len: int, max_tokens: int = 16, **options) -> Request:

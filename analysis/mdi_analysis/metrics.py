@@ -1,0 +1,186 @@
+"""Latencies of requests: per request, between tokens, and against an SLO.
+
+Every definition is written down in `definitions.py`. All functions take a whole run and work on
+whole columns. Nothing here looks at device time or memory; `usage.py` does.
+
+Read next: `summary.py`, which puts everything together.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from mdi_shared.errors import ConfigError, TraceError
+from mdi_shared.request import REASONS
+
+from mdi_analysis.frames import (
+    NS_PER_MS,
+    Floats,
+    Ints,
+    RunLike,
+    floats,
+    ints,
+    is_kind,
+    kind_codes,
+    series,
+)
+
+OUTCOMES = {
+    "stop": "completed",
+    "length": "completed",
+    "abort": "aborted",
+    "prompt_length_exceeded": "rejected",
+    "insufficient_system_resource": "rejected",
+}
+UNFINISHED = "unfinished"
+LATENCIES = ("ttft_ms", "ttft_engine_ms", "tpot_ms", "tpot_with_first_ms", "e2e_ms", "queue_ms")
+
+assert OUTCOMES.keys() == set(REASONS.values()), "every finish reason needs an outcome"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SLO:
+    """Bounds a request must meet, ms; None is no bound. Without any, completing is enough.
+
+    TTFT and end-to-end latency count from the arrival. Raises `ConfigError` on a bound that is
+    not a positive number.
+    """
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_ms", "tpot_ms", "e2e_ms"):
+            bound = getattr(self, name)
+            if bound is None:
+                continue
+            number = isinstance(bound, int | float) and not isinstance(bound, bool)
+            if not number or math.isnan(bound) or bound <= 0:
+                raise ConfigError(name, bound, "must be a number of ms above 0, or None")
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Size, mean, percentiles (linear interpolation) and maximum of some values.
+
+    `n` counts the values that exist; with none, everything else is None.
+    """
+
+    n: int
+    mean: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+    max: float | None = None
+
+    @classmethod
+    def of(cls, values: Floats) -> "Distribution":
+        """Describe values; NaN is a missing one."""
+        known = values[~np.isnan(values)]
+        if not known.size:
+            return cls(0)
+        p50, p90, p99 = np.percentile(known, (50, 90, 99)).tolist()
+        return cls(known.size, float(known.mean()), p50, p90, p99, float(known.max()))
+
+
+def request_latencies(run: RunLike) -> pd.DataFrame:
+    """Return one row per request: req_id, outcome, finish_reason and the `LATENCIES`.
+
+    `outcome` is completed (stop, length), rejected (prompt_length_exceeded,
+    insufficient_system_resource), aborted, or unfinished (no finish reason). A latency is NaN
+    where the request never got that far. Raises `TraceError` on an unknown finish reason.
+    """
+    frame = run.requests
+    arrival, submit, first_sched, first, last, finish, tokens = (
+        floats(frame, "requests", name)
+        for name in ("arrival_ns", "t_submit", "t_first_sched", "t_first_token", "t_last_token",
+                     "t_finish", "output_len")
+    )  # fmt: skip
+    gaps = np.where(tokens >= 2, tokens - 1, np.nan)
+    outputs = np.where(tokens >= 1, tokens, np.nan)
+    reason = series(frame, "requests", "finish_reason").astype(object)
+    columns = {
+        "req_id": series(frame, "requests", "req_id").to_numpy(),
+        "outcome": _outcomes(reason),
+        "finish_reason": reason.to_numpy(),
+        "ttft_ms": (first - arrival) / NS_PER_MS,
+        "ttft_engine_ms": (first - submit) / NS_PER_MS,
+        "tpot_ms": (last - first) / gaps / NS_PER_MS,
+        "tpot_with_first_ms": (last - arrival) / outputs / NS_PER_MS,
+        "e2e_ms": (finish - arrival) / NS_PER_MS,
+        "queue_ms": (first_sched - arrival) / NS_PER_MS,
+    }
+    return pd.DataFrame(columns)
+
+
+def _outcomes(reason: pd.Series) -> pd.Series:
+    outcome = reason.map(OUTCOMES).astype(object)
+    outcome = outcome.where(reason.notna(), UNFINISHED).reset_index(drop=True)
+    unknown = outcome.isna().to_numpy()
+    if unknown.any():
+        row = int(unknown.argmax())
+        raise TraceError("requests table", f"{reason.iloc[row]!r} must be null or one of "
+                         f"{', '.join(OUTCOMES)}", row=row + 1, column="finish_reason")  # fmt: skip
+    return outcome
+
+
+def meets_slo(latencies: pd.DataFrame, slo: SLO) -> pd.Series:
+    """Return for every row of `request_latencies` whether it completed within the SLO.
+
+    One-token outputs have no TPOT and meet any TPOT bound.
+    """
+    met = latencies["outcome"] == "completed"
+    if slo.ttft_ms is not None:
+        met &= latencies["ttft_ms"] <= slo.ttft_ms
+    if slo.tpot_ms is not None:
+        met &= latencies["tpot_ms"].isna() | (latencies["tpot_ms"] <= slo.tpot_ms)
+    if slo.e2e_ms is not None:
+        met &= latencies["e2e_ms"] <= slo.e2e_ms
+    return met
+
+
+def inter_token_latencies(run: RunLike) -> Floats:
+    """Return the gaps between consecutive visible moments of all requests, ms.
+
+    Tokens of one request that became visible together (accepted drafts) are one moment. Gaps are
+    grouped by request and ordered in time inside it. Raises `TraceError` when the run has no
+    items, an item's step is not in the step table, or time runs backwards.
+    """
+    items = run.items
+    if items is None:
+        raise TraceError("items table", "absent, but inter-token latency needs it")
+    emitted = floats(items, "items", "emitted") > 0
+    done_ns, step_index = _visible_at(run.steps, items)
+    codes, _ = pd.factorize(series(items, "items", "req_id").array[emitted])
+    # One integer per emitting row, ordered by (request, step): sorting it beats sorting rows.
+    steps = max(done_ns.size, 1)
+    order = np.sort(codes.astype(np.int64) * steps + step_index[emitted])
+    same_request = np.diff(order // steps) == 0
+    gaps: Floats = np.diff(done_ns[order % steps])[same_request]
+    if (gaps < 0).any():
+        raise TraceError("steps table", "a request's later step is visible before its earlier one",
+                         column="t_done")  # fmt: skip
+    return gaps[gaps > 0] / NS_PER_MS
+
+
+def _visible_at(steps: pd.DataFrame, items: pd.DataFrame) -> tuple[Floats, Ints]:
+    """Return t_done of the steps ordered by (rank, step), and each item's index into it."""
+    # A flush makes outputs of an earlier step visible and has no items of its own.
+    steps = steps[~is_kind(kind_codes(steps), "flush")]
+    step, item_step = ints(steps, "steps", "step"), ints(items, "items", "step")
+    width = int(max(step.max(initial=0), item_step.max(initial=0))) + 1
+    key = ints(steps, "steps", "rank") * width + step
+    order = np.argsort(key, kind="stable")
+    key, done_ns = key[order], floats(steps, "steps", "t_done")[order]
+    item_key = ints(items, "items", "rank") * width + item_step
+    index: Ints = np.searchsorted(key, item_key)
+    known = index < key.size
+    known[known] = key[index[known]] == item_key[known]
+    if not known.all():
+        row = int((~known).argmax())
+        raise TraceError("items table", f"step {item_step[row]} of rank "
+                         f"{items['rank'].iloc[row]} is not in the step table",
+                         row=row + 1, column="step")  # fmt: skip
+    return done_ns, index

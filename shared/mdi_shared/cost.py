@@ -1,0 +1,84 @@
+"""How long steps take: what a driver may ask of a cost model, and the host's share of it.
+
+Times are int nanoseconds and equal inputs give equal times. Nothing here measures or fits.
+
+Read next: `roofline.py` (from peak rates), `linear_cost.py` (from measured steps), `chunking.py`
+(a user).
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from mdi_shared.errors import ConfigError
+from mdi_shared.work import StepWork
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCost:
+    """CPU time around a step, ns (engine-semantics §4.7): planning, launch, processing.
+
+    The defaults are assumptions of a plausible size, not measurements. Raises `ConfigError` for a
+    time that is not an int of at least 0.
+    """
+
+    schedule_ns: int = 150_000
+    schedule_ns_per_seq: int = 2_000
+    launch_ns: int = 200_000
+    process_ns: int = 50_000
+    process_ns_per_seq: int = 1_000
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if type(value) is not int or value < 0:
+                raise ConfigError(name, value, "must be an int of at least 0 ns")
+
+    def schedule(self, n_seqs: int) -> int:
+        """Return the time to plan a step and prepare its inputs, ns."""
+        return self.schedule_ns + self.schedule_ns_per_seq * n_seqs
+
+    def launch(self, n_seqs: int) -> int:
+        """Return the time to hand a step to the device, ns; the same for every batch."""
+        return self.launch_ns
+
+    def process(self, n_seqs: int) -> int:
+        """Return the time to process a step's results, ns."""
+        return self.process_ns + self.process_ns_per_seq * n_seqs
+
+
+NO_HOST_COST = HostCost(
+    schedule_ns=0, schedule_ns_per_seq=0, launch_ns=0, process_ns=0, process_ns_per_seq=0
+)
+
+
+class StepCost(Protocol):
+    """A step-time model of one rank."""
+
+    @property
+    def host(self) -> HostCost: ...
+
+    def device_ns(self, work: StepWork) -> int:
+        """Return the device time of a step: at least 1, not decreasing in any field of `work`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantCost:
+    """Every step of a kind takes the same time; for tests and queueing formulas."""
+
+    prefill_ns: int
+    decode_ns: int
+    host: HostCost = NO_HOST_COST
+
+    def __post_init__(self) -> None:
+        for name, value in (("prefill_ns", self.prefill_ns), ("decode_ns", self.decode_ns)):
+            if type(value) is not int or value < 1:
+                raise ConfigError(name, value, "must be an int of at least 1 ns")
+
+    def device_ns(self, work: StepWork) -> int:
+        return self.prefill_ns if work.is_prefill else self.decode_ns
+
+
+def group_device_ns(costs: Sequence[int]) -> int:
+    """Return the time of a group step from its ranks' own times, ns: the slowest rank's (§7.3)."""
+    return max(costs)

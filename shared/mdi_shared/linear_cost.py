@@ -1,0 +1,257 @@
+"""The fitted step-time model: linear in rows, pairs and lengths (engine-semantics §7.3).
+
+It is coefficients and the ranges they were fitted on, readable as JSON. The fit itself is made
+elsewhere; the same model then serves the simulator and the live chunk policy.
+
+Read next: `work.py` (the features), `cost.py` (the protocol), `chunking.py` (a user).
+"""
+
+import json
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from mdi_shared.cost import HostCost
+from mdi_shared.errors import ConfigError
+from mdi_shared.work import StepWork
+
+SCHEMA_VERSION = 1
+UNITS = "ns"
+DECODE_TERMS = ("const", "rows", "sum_k", "n_seqs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillTerms:
+    """The coefficients theta of a prefill step (§7.3): ns per unit of the `StepWork` field.
+
+    `const` is ns per step. All are finite and at least 0, so that time never falls as work grows;
+    a term the fit dropped is 0.
+    """
+
+    const: float
+    rows: float
+    consumer_rows: float
+    idx_pairs_r2: float
+    idx_pairs_r1: float
+    core_pairs: float
+    swa_pairs: float
+    cached_rows: float
+    n_seqs: float
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            _require_number(f"prefill.{item.name}", getattr(self, item.name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeTerms:
+    """The coefficients of a decode step (§7.3), as in `PrefillTerms`.
+
+    `graphs` lists captured graphs as (rows, ns), ascending. The smallest one that holds a step's
+    rows replaces `const` and `rows`; a step larger than all of them runs eagerly, in no less
+    time than the largest graph.
+    """
+
+    const: float
+    rows: float
+    sum_k: float
+    n_seqs: float
+    graphs: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in DECODE_TERMS:
+            _require_number(f"decode.{name}", getattr(self, name))
+        last_size, last_ns = 0, 0
+        for size, ns in self.graphs:
+            if not last_size < size or not last_ns <= ns:
+                raise ConfigError("decode.graphs", (size, ns), f"sizes must ascend and times not "
+                                  f"fall; the entry before is {(last_size, last_ns)}")  # fmt: skip
+            last_size, last_ns = size, ns
+
+
+PREFILL_FEATURES = tuple(item.name for item in fields(PrefillTerms))[1:]
+DECODE_FEATURES = DECODE_TERMS[1:]
+
+
+def features(work: StepWork) -> tuple[int, ...]:
+    """Return what the terms multiply, in the order of PREFILL_FEATURES or DECODE_FEATURES."""
+    if not work.is_prefill:
+        return work.rows, work.sum_k, work.n_seqs
+    return (work.rows, work.consumer_rows, work.idx_pairs_r2, work.idx_pairs_r1, work.core_pairs,
+            work.swa_pairs, work.cached_rows, work.n_seqs)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearCost:
+    """A step-time model linear in rows, pairs and lengths, with the ranges it was fitted on.
+
+    The ranges map features to the least and greatest value seen; a feature without a range counts
+    as never seen. `device_ns` answers outside them, too, so ask `extrapolated` before trusting it.
+    `fit` is kept as it is: diagnostics of whoever fitted the model.
+    """
+
+    prefill: PrefillTerms
+    decode: DecodeTerms
+    prefill_ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    decode_ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    host: HostCost = field(default_factory=HostCost)
+    fit: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _require_ranges("prefill.ranges", self.prefill_ranges, PREFILL_FEATURES)
+        _require_ranges("decode.ranges", self.decode_ranges, DECODE_FEATURES)
+
+    def device_ns(self, work: StepWork) -> int:
+        """Return the device time of a step, ns, rounded to the nearest."""
+        if work.is_prefill:
+            p = self.prefill
+            ns = (
+                p.const + p.rows * work.rows + p.consumer_rows * work.consumer_rows
+                + p.idx_pairs_r2 * work.idx_pairs_r2 + p.idx_pairs_r1 * work.idx_pairs_r1
+                + p.core_pairs * work.core_pairs + p.swa_pairs * work.swa_pairs
+                + p.cached_rows * work.sum_k + p.n_seqs * work.n_seqs
+            )  # fmt: skip
+        else:
+            d = self.decode
+            ns = self._forward_ns(work.rows) + d.sum_k * work.sum_k + d.n_seqs * work.n_seqs
+        return max(int(ns + 0.5), 1)
+
+    def _forward_ns(self, rows: int) -> float:
+        d = self.decode
+        if not d.graphs:
+            return d.const + d.rows * rows
+        index = bisect_left(d.graphs, (rows, 0))
+        if index < len(d.graphs):
+            return d.graphs[index][1]
+        return max(d.const + d.rows * rows, d.graphs[-1][1])
+
+    def extrapolated(self, work: StepWork) -> tuple[str, ...]:
+        """Return the features of `work` that lie outside what the fit has seen."""
+        names = PREFILL_FEATURES if work.is_prefill else DECODE_FEATURES
+        ranges = self.prefill_ranges if work.is_prefill else self.decode_ranges
+        outside = []
+        for name, value in zip(names, features(work), strict=True):
+            if name not in ranges or not ranges[name][0] <= value <= ranges[name][1]:
+                outside.append(name)
+        return tuple(outside)
+
+    def in_range(self, work: StepWork) -> bool:
+        """Return True when the fit has seen steps around `work` in every feature."""
+        return not self.extrapolated(work)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain dicts, lists and numbers; `from_json` inverts it."""
+        decode = asdict(self.decode)
+        graphs = [list(graph) for graph in decode.pop("graphs")]
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "units": UNITS,
+            "prefill": {
+                "terms": asdict(self.prefill),
+                "ranges": {name: list(seen) for name, seen in self.prefill_ranges.items()},
+            },
+            "decode": {
+                "terms": decode,
+                "graphs": graphs,
+                "ranges": {name: list(seen) for name, seen in self.decode_ranges.items()},
+            },
+            "host": asdict(self.host),
+            "fit": dict(self.fit),
+        }
+
+    @classmethod
+    def from_json(cls, source: str | Path | Mapping[str, Any]) -> "LinearCost":
+        """Build from a file's path, or from what `to_json` returned.
+
+        Raises `ConfigError` for an unreadable file, a missing or unknown key, and a coefficient
+        that is no finite number of at least 0.
+        """
+        data = _object(
+            "cost model",
+            source if isinstance(source, Mapping) else _read(Path(source)),
+            ("schema_version", "units", "prefill", "decode", "host"),
+            optional=("fit",),
+        )
+        for name, expected in (("schema_version", SCHEMA_VERSION), ("units", UNITS)):
+            if data[name] != expected:
+                raise ConfigError(name, data[name], f"must be {expected!r}")
+        prefill = _object("prefill", data["prefill"], ("terms", "ranges"))
+        decode = _object("decode", data["decode"], ("terms", "graphs", "ranges"))
+        prefill_terms = _object("prefill.terms", prefill["terms"], ("const", *PREFILL_FEATURES))
+        decode_terms = _object("decode.terms", decode["terms"], DECODE_TERMS)
+        host = _object("host", data["host"], tuple(item.name for item in fields(HostCost)))
+        return cls(
+            prefill=PrefillTerms(**prefill_terms),
+            decode=DecodeTerms(
+                **decode_terms, graphs=_int_pairs("decode.graphs", decode["graphs"])
+            ),
+            prefill_ranges=_read_ranges("prefill.ranges", prefill["ranges"]),
+            decode_ranges=_read_ranges("decode.ranges", decode["ranges"]),
+            host=HostCost(**host),
+            fit=_mapping("fit", data.get("fit", {})),
+        )
+
+
+def _require_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
+        raise ConfigError(name, value, "must be a finite number of at least 0")
+
+
+def _require_ranges(
+    where: str, ranges: Mapping[str, tuple[int, int]], known: tuple[str, ...]
+) -> None:
+    for name, (least, greatest) in ranges.items():
+        if name not in known:
+            raise ConfigError(f"{where}.{name}", (least, greatest),
+                              f"unknown feature; known: {', '.join(known)}")  # fmt: skip
+        if least > greatest:
+            raise ConfigError(f"{where}.{name}", (least, greatest), "must be (least, greatest)")
+
+
+def _mapping(where: str, data: object) -> dict[str, Any]:
+    if not isinstance(data, Mapping):
+        raise ConfigError(where, data, "must be an object")
+    return dict(data)
+
+
+def _object(
+    where: str, data: object, required: tuple[str, ...], optional: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Return `data` when it is an object with just these keys."""
+    checked = _mapping(where, data)
+    for name in required:
+        if name not in checked:
+            raise ConfigError(f"{where}.{name}", None, "is missing")
+    for name, value in checked.items():
+        if name not in required and name not in optional:
+            raise ConfigError(f"{where}.{name}", value,
+                              f"unknown; known: {', '.join((*required, *optional))}")  # fmt: skip
+    return checked
+
+
+def _int_pair(where: str, value: object) -> tuple[int, int]:
+    if not isinstance(value, list | tuple) or [type(v) for v in value] != [int, int]:
+        raise ConfigError(where, value, "must be two ints")
+    return value[0], value[1]
+
+
+def _int_pairs(where: str, values: object) -> tuple[tuple[int, int], ...]:
+    if not isinstance(values, list | tuple):
+        raise ConfigError(where, values, "must be a list of pairs of ints")
+    return tuple(_int_pair(where, value) for value in values)
+
+
+def _read_ranges(where: str, data: object) -> dict[str, tuple[int, int]]:
+    return {n: _int_pair(f"{where}.{n}", seen) for n, seen in _mapping(where, data).items()}
+
+
+def _read(path: Path) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("cost model", str(path), f"cannot be read: {error.strerror}") from error
+    except ValueError as error:  # neither text nor JSON
+        raise ConfigError("cost model", str(path), f"is not JSON: {error}") from error

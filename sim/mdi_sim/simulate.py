@@ -1,0 +1,141 @@
+"""Replays a request trace through the scheduler in virtual time: `simulate(trace, …) -> Run`.
+
+Same trace, options and seed: equal bytes. The run's tables have the schema a real run writes.
+
+Read next: `driver.py` (one rank), `group.py` (ranks together), `mdi_shared/loop.py` (the policy).
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import simpy
+
+from mdi_shared.chunking import make_policy
+from mdi_shared.config import SchedulerConfig
+from mdi_shared.cost import StepCost
+from mdi_shared.errors import ConfigError
+from mdi_shared.hardware import H200
+from mdi_shared.placement import Placement, RoundRobin
+from mdi_shared.roofline import RooflineCost
+from mdi_shared.scheduler import Scheduler
+from mdi_shared.shape import V41_FLASH, ModelShape
+from mdi_sim.driver import RankDriver, TimeIsUp
+from mdi_sim.group import Group
+from mdi_sim.outcomes import Outcomes
+from mdi_sim.source import Source
+from mdi_sim.workload import Workload
+from mdi_traces.recorder import RankRecorder
+from mdi_traces.requests import RequestTrace
+from mdi_traces.run import Run
+from mdi_traces.schema import Metadata
+from mdi_traces.tables import build_run
+
+RAN_DRY = "the run ended first"
+
+
+def simulate(
+    trace: RequestTrace,
+    *,
+    scheduler: SchedulerConfig | None = None,
+    cost: StepCost | None = None,
+    shape: ModelShape = V41_FLASH,
+    ranks: int = 1,
+    placement: Placement | None = None,
+    seed: int = 0,
+    draft_accept_rate: float = 0.7,
+    until_s: float | None = None,
+    fast_forward: bool = True,
+    on_progress: Callable[[int], None] | None = None,
+) -> Run:
+    """Serve every request of `trace` and return what happened.
+
+    `cost` gives step times (left out: an H200 roofline for `shape`, experts split over `ranks`);
+    `ranks` data-parallel ranks share one step kind and meet at every step. Requests keep the rank
+    their trace names, the others are placed by `placement` (left out: round robin), a session as
+    a whole. The run stops at `until_s` virtual seconds; what has not ended by then is reported
+    unfinished. `fast_forward=False` runs every decode step through the loop; the result is the
+    same. `on_progress` is called with the number of requests that just ended.
+
+    Raises `ConfigError` for options that contradict each other or a KV pool that could not serve
+    one request of `max_model_len`, and `DeadlockError` when no step can ever help (only the
+    upstream rules, `strict_upstream`, can get there).
+    """
+    config = scheduler if scheduler is not None else SchedulerConfig()
+    _check(config, ranks, draft_accept_rate, until_s)
+    cost = cost if cost is not None else RooflineCost(H200, shape, ep=ranks)
+    workload = Workload(trace, ranks, placement if placement is not None else RoundRobin())
+    env = simpy.Environment()
+    group = Group(env, ranks)
+    sources = [Source(arrivals) for arrivals in workload.arrivals]
+    recorders = [RankRecorder(rank) for rank in range(ranks)]
+    for rank, recorder in enumerate(recorders):
+        driver = RankDriver(
+            rank,
+            group=group,
+            scheduler=Scheduler(config, make_policy(config, shape, cost)),
+            sources=sources,
+            outcomes=Outcomes(
+                eos_token_id=config.eos_token_id,
+                seed=seed,
+                accept_rate=draft_accept_rate,
+                output_len=recorder.output_len,
+            ),
+            recorder=recorder,
+            request_of=workload.request,
+            shape=shape,
+            cost=cost,
+            until_ns=None if until_s is None else int(until_s * 1e9),
+            fast_forward=fast_forward,
+            on_progress=on_progress,
+        )
+        env.process(driver.run())
+    reason = RAN_DRY
+    try:
+        env.run()
+    except TimeIsUp:
+        reason = f"time limit of {until_s:g} s"
+    return build_run(
+        recorders,
+        trace,
+        _metadata(trace, config, cost, shape, seed, ranks),
+        config,
+        run_id=f"simulated-{seed}",
+        arrived_ns={row: t for source in sources for row, t in source.arrived_ns.items()},
+        unfinished_reason=reason,
+    )
+
+
+def _check(
+    config: SchedulerConfig, ranks: int, accept_rate: float, until_s: float | None
+) -> None:
+    config.require_pool_fits()
+    if ranks < 1:
+        raise ConfigError("ranks", ranks, "must be at least 1")
+    if not 0 <= accept_rate <= 1:
+        raise ConfigError("draft_accept_rate", accept_rate, "must be between 0 and 1")
+    if until_s is not None and not until_s > 0:
+        raise ConfigError("until_s", until_s, "must be above 0 seconds")
+
+
+def _metadata(
+    trace: RequestTrace,
+    config: SchedulerConfig,
+    cost: StepCost,
+    shape: ModelShape,
+    seed: int,
+    ranks: int,
+) -> Metadata:
+    options: dict[str, Any] = {"scheduler": asdict(config), "ranks": ranks, "cost": repr(cost)}
+    return replace(
+        trace.metadata,
+        table="steps",
+        source="simulator",
+        clock="virtual",
+        model=shape.name,
+        hardware=getattr(getattr(cost, "hardware", None), "name", None),
+        config=options,
+        seed=seed,
+    )
+
+

@@ -1,0 +1,75 @@
+"""Turns a request trace into what the drivers need: requests by row, and arrivals by rank."""
+
+from mdi_shared.errors import ConfigError
+from mdi_shared.placement import Placement
+from mdi_shared.request import Request
+from mdi_sim.source import Arrivals
+from mdi_traces.columns import codes, ints
+from mdi_traces.requests import RequestTrace
+
+
+class Workload:
+    """The requests of `trace` split over `num_ranks`, turns of a session on one rank.
+
+    A turn with a think time follows the turn before it; all other requests come at their
+    recorded time. Raises `ConfigError` when the trace names a rank that does not exist.
+    """
+
+    def __init__(self, trace: RequestTrace, num_ranks: int, placement: Placement) -> None:
+        table = trace.table
+        self._req_ids = table["req_id"].to_pylist()
+        self._prompt_lens = ints(table["prompt_len"]).tolist()
+        self._max_tokens = ints(table["max_tokens"]).tolist()
+        self._output_lens = ints(table["output_len"]).tolist()
+        self._cached_lens = ints(table["cached_len"]).tolist()
+        self._times = ints(table["arrival_ns"]).tolist()
+        self._think = ints(table["think_ns"], null=-1).tolist()
+        self._sessions = codes(table["session_id"])[0].tolist()
+        self._ranks = self._place(ints(table["rank"], null=-1).tolist(), num_ranks, placement)
+        self.arrivals = [self._arrivals(rank) for rank in range(num_ranks)]
+
+    def request(self, row: int) -> tuple[Request, int | None]:
+        """Build the request of a trace row, and say at which output length its model stops.
+
+        None: it runs to `max_tokens`, which the scheduler knows.
+        """
+        output_len, max_tokens = self._output_lens[row], self._max_tokens[row]
+        request = Request(
+            req_id=self._req_ids[row],
+            prompt_len=self._prompt_lens[row],
+            max_tokens=max_tokens,
+            cached_len=self._cached_lens[row],
+        )
+        return request, (output_len if output_len < max_tokens else None)
+
+    def _place(self, named: list[int], num_ranks: int, placement: Placement) -> list[int]:
+        ranks: list[int] = []
+        of_session: dict[int, int] = {}
+        for row, rank in enumerate(named):
+            if rank >= num_ranks:
+                raise ConfigError("rank", rank, f"request {self._req_ids[row]!r} is assigned to "
+                                  f"a rank, but the run has ranks 0 to {num_ranks - 1}")  # fmt: skip
+            session = self._sessions[row]
+            if rank < 0 and session >= 0 and session in of_session:
+                rank = of_session[session]
+            elif rank < 0:
+                rank = placement.place(self._prompt_lens[row], num_ranks)
+            if session >= 0:
+                of_session[session] = rank
+            ranks.append(rank)
+        return ranks
+
+    def _arrivals(self, rank: int) -> Arrivals:
+        rows = [row for row, of in enumerate(self._ranks) if of == rank]
+        follows: dict[int, tuple[int, int]] = {}
+        times: list[int | None] = []
+        last_of: dict[int, int] = {}
+        for row in rows:
+            session, think = self._sessions[row], self._think[row]
+            before = last_of.get(session) if session >= 0 and think >= 0 else None
+            if before is not None:
+                follows[before] = (row, think)
+            times.append(self._times[row] if before is None else None)
+            if session >= 0:
+                last_of[session] = row
+        return Arrivals(tuple(rows), tuple(times), follows)

@@ -1,0 +1,327 @@
+"""Each public format, from small samples written by hand, and what is wrong with bad ones."""
+
+import pytest
+from mdi_shared.errors import ConfigError, TraceError
+from mdi_traces.distributions import Burst, Poisson
+from mdi_traces.formats import FORMATS, detect_format, load_requests
+
+from .conftest import trace_of
+
+MOONCAKE = (
+    '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}\n'
+    '{"timestamp": 1500, "input_length": 10, "output_length": 7, "hash_ids": [2]}\n'
+)
+AZURE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
+    "2023-11-16 18:17:03.9799600,4808,10\r\n"
+    "2023-11-16 18:17:04.0319601,3180,8"
+)
+BURSTGPT = (
+    "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    "5,ChatGPT,472,18,490,Conversation log\n"
+    "45,GPT-4,0,0,0,Conversation log\n"
+    "118.5,GPT-4,417,276,693,API log\n"
+)
+BURSTGPT_SESSIONS = (
+    "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    "5,s1,2.5,ChatGPT,10,1,11,Conversation log\n"
+    "6,s2,9,ChatGPT,20,2,22,Conversation log\n"
+    "10,s1,1,ChatGPT,30,3,33,Conversation log\n"
+    "11,s2,1,ChatGPT,40,4,44,Conversation log\n"
+)
+BAILIAN = "".join(
+    f'{{"chat_id": {chat}, "parent_chat_id": {parent}, "timestamp": {t}, "input_length": 20, '
+    f'"output_length": 3, "type": "text", "turn": {turn}, "hash_ids": [{chat}, 9]}}\n'
+    for chat, parent, t, turn in (
+        (7, -1, 0.5, 1),
+        (8, 99, 1.25, 4),
+        (9, 7, 61.114, 2),
+        (10, 9, 70, 3),
+        (11, 99, 80, 5),
+    )  # fmt: skip
+)
+LENGTHS = "num_prefill_tokens,num_decode_tokens,num_total_tokens\n100,5,105\n200,6,206\n"
+TIMED_LENGTHS = "arrival_time_s,input_tokens,output_tokens\n0.25,100,5\n1.5,200,6\n"
+
+
+def event(kind, second, **more):
+    return {"event_type": kind, "timestamp": f"2026-06-01T05:40:{second:06.3f}Z", **more}
+
+
+def tool(emitted, wall_ms):
+    return {"emitted_at": f"2026-06-01T05:40:{emitted:06.3f}Z", "tool_wall_latency_ms": wall_ms}
+
+
+ROUNDS = [
+    # Two tools side by side: the first ends 0.2 s, the second 4 s after the round's last event.
+    dict(round_index=0, input_tokens_total=100, prefix_tokens=100, output_tokens=5,
+         timing_events=[event("user_message", 1), event("text", 3), event("tool_call", 4),
+                        event("tool_call", 5)],
+         tools=[tool(4, 1200), tool(5, 4000)]),
+    # Its request is sent a little after the last tool was done, which is not thinking.
+    dict(round_index=1, input_tokens_total=120, prefix_tokens=90, output_tokens=6,
+         timing_events=[event("tool_result", 5.2), event("tool_result", 9.1), event("text", 12)],
+         tools=[]),
+    # A person thinks from second 12 to 20.
+    dict(round_index=2, input_tokens_total=130, prefix_tokens=0, output_tokens=7,
+         timing_events=[event("user_message", 20), event("reasoning", 21)], tools=[]),
+    dict(round_index=3, input_tokens_total=130, prefix_tokens=0, output_tokens=0,
+         timing_events=[event("user_message", 30)], tools=[]),
+]  # fmt: skip
+
+
+def tracelab() -> str:
+    import json
+
+    other = {**ROUNDS[2], "session_id": "t", "round_index": 5}
+    rows = [{"session_id": "s", **r} for r in ROUNDS] + [other]
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def rows_of(trace, *names):
+    return trace.table.select(list(names)).to_pylist()
+
+
+def test_mooncake(write):
+    trace = load_requests(write(MOONCAKE))
+    assert rows_of(trace, "req_id", "arrival_ns", "prompt_len", "output_len", "max_tokens",
+                   "cached_len", "hash_ids") == [
+        {"req_id": "0", "arrival_ns": 0, "prompt_len": 600, "output_len": 5, "max_tokens": 5,
+         "cached_len": 0, "hash_ids": [0, 1]},
+        {"req_id": "1", "arrival_ns": 1_500_000_000, "prompt_len": 10, "output_len": 7,
+         "max_tokens": 7, "cached_len": 0, "hash_ids": [2]},
+    ]  # fmt: skip
+    assert trace.metadata.hash_block_size == 512
+    assert trace.metadata.licence.startswith("Apache-2.0")
+    assert trace.metadata.config == {"format": "mooncake"}
+
+
+@pytest.mark.parametrize("zone", ["", "+00:00", "Z", "+02:00"])
+def test_azure_with_and_without_zones(zone, write):
+    text = AZURE.replace("9600,", f"9600{zone},").replace("9601,", f"9601{zone},")
+    trace = load_requests(write(text))
+    assert trace.table["arrival_ns"].to_pylist() == [0, 52_000_100]
+    assert trace.table["prompt_len"].to_pylist() == [4808, 3180]
+    assert trace.table["output_len"].to_pylist() == [10, 8]
+
+
+def test_azure_2024_leaves_out_zero_fractions(write):
+    text = (
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2024-05-10 00:00:00.009930+00:00,1,1\n2024-05-10 00:00:01+00:00,1,1\n"
+    )
+    trace = load_requests(write(text))
+    assert trace.table["arrival_ns"].to_pylist() == [0, 990_070_000]
+
+
+def test_burstgpt_counts_failed_calls(write):
+    trace = load_requests(write(BURSTGPT))
+    assert trace.table["arrival_ns"].to_pylist() == [0, 113_500_000_000]
+    assert trace.table["req_id"].to_pylist() == ["0", "2"]
+    assert trace.metadata.notes == ("1 failed calls left out",)
+
+
+def test_burstgpt_sessions_and_think_times(write):
+    path = write(BURSTGPT_SESSIONS)
+    trace = load_requests(path)
+    assert trace.table["session_id"].to_pylist() == ["s1", "s2", "s1", "s2"]
+    assert trace.table["turn"].to_pylist() == [0, 0, 1, 1]
+    assert trace.table["think_ns"].null_count == 4
+    closed = load_requests(path, closed_loop=True)
+    # s1: sent at 5, done at 7.5, next at 10. s2: sent at 6, done at 15, next already at 11.
+    assert closed.table["think_ns"].to_pylist() == [None, None, 2_500_000_000, 0]
+    with pytest.raises(TraceError, match="no 'Session ID' column"):
+        load_requests(write(BURSTGPT), closed_loop=True)
+
+
+def test_bailian_chains(write):
+    trace = load_requests(write(BAILIAN), closed_loop=True)
+    assert rows_of(trace, "req_id", "session_id", "turn", "arrival_ns", "think_ns") == [
+        {"req_id": "7", "session_id": "7", "turn": 0, "arrival_ns": 500_000_000,
+         "think_ns": None},
+        {"req_id": "8", "session_id": "99", "turn": 0, "arrival_ns": 1_250_000_000,
+         "think_ns": None},
+        {"req_id": "9", "session_id": "7", "turn": 1, "arrival_ns": 61_114_000_000,
+         "think_ns": 60_614_000_000},
+        {"req_id": "10", "session_id": "7", "turn": 2, "arrival_ns": 70_000_000_000,
+         "think_ns": 8_886_000_000},
+        {"req_id": "11", "session_id": "99", "turn": 1, "arrival_ns": 80_000_000_000,
+         "think_ns": 78_750_000_000},
+    ]  # fmt: skip
+    assert trace.metadata.hash_block_size == 16
+    assert load_requests(write(BAILIAN)).table["think_ns"].null_count == 5
+
+
+def test_lengths_with_and_without_times(write):
+    trace = load_requests(write(TIMED_LENGTHS))
+    assert trace.table["arrival_ns"].to_pylist() == [250_000_000, 1_500_000_000]
+    path = write(LENGTHS)
+    with pytest.raises(ConfigError, match="no column 'arrival_time_s': give an arrival process"):
+        load_requests(path)
+    with pytest.raises(ConfigError, match="has times of its own"):
+        load_requests(write(TIMED_LENGTHS, "timed"), arrivals=Burst())
+    assert load_requests(path, arrivals=Burst()).table["arrival_ns"].to_pylist() == [0, 0]
+    drawn = [load_requests(path, arrivals=Poisson(2.0), seed=s) for s in (1, 1, 2)]
+    assert drawn[0].table.equals(drawn[1].table)
+    assert not drawn[0].table.equals(drawn[2].table)
+    assert drawn[2].metadata.seed == 2
+    assert "Poisson(rate=2.0), seed 2" in drawn[2].metadata.notes[0]
+
+
+def test_tracelab_thinks_as_long_as_its_longest_tool(write):
+    trace = load_requests(write(tracelab()))
+    assert rows_of(trace, "req_id", "session_id", "turn", "think_ns", "cached_len") == [
+        {"req_id": "s/0", "session_id": "s", "turn": 0, "think_ns": None, "cached_len": 99},
+        {"req_id": "s/1", "session_id": "s", "turn": 1, "think_ns": 4_000_000_000,
+         "cached_len": 90},
+        {"req_id": "s/2", "session_id": "s", "turn": 2, "think_ns": 8_000_000_000,
+         "cached_len": 0},
+        {"req_id": "t/5", "session_id": "t", "turn": 0, "think_ns": None, "cached_len": 0},
+    ]  # fmt: skip
+    assert trace.table["arrival_ns"].to_pylist() == [0, 8_100_000_000] + [19_000_000_000] * 2
+    assert trace.metadata.notes == ("1 rounds without output left out",)
+
+
+def test_own_formats_need_three_columns(write):
+    path = write("arrival_ns,prompt_len,output_len,top_k\n0,5,2,\n9,6,3,40\n")
+    trace = load_requests(path)
+    assert rows_of(trace, "req_id", "max_tokens", "cached_len", "top_k") == [
+        {"req_id": "0", "max_tokens": 2, "cached_len": 0, "top_k": None},
+        {"req_id": "1", "max_tokens": 3, "cached_len": 0, "top_k": 40},
+    ]
+    jsonl = '{"arrival_ns": 0, "prompt_len": 5, "output_len": 2}\n'
+    assert len(load_requests(write(jsonl))) == 1
+
+
+def test_foreign_parquet_with_our_column_names(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "t.parquet"
+    pq.write_table(
+        pa.table({"arrival_ns": [0, 1], "prompt_len": [5, 6], "output_len": [1, 1]}), path
+    )
+    assert load_requests(path).table["prompt_len"].to_pylist() == [5, 6]
+    pq.write_table(pa.table({"arrival_ns": [0], "prompt_length": [5], "output_len": [1]}), path)
+    with pytest.raises(TraceError, match="column 'prompt_length': unknown column; known: req_id"):
+        load_requests(path)
+
+
+def test_a_run_can_be_read_as_an_input(tmp_path):
+    trace = trace_of(
+        arrival_ns=[0, 1], prompt_len=[5, 6], output_len=[4, 0], max_tokens=[9, 8],
+        rank=[0, 1], t_finish=[10, 11], finish_reason=["stop", "prompt_length_exceeded"],
+    )  # fmt: skip
+    trace.save(tmp_path / "t.parquet")
+    inputs = load_requests(tmp_path / "t.parquet")
+    assert inputs.table["output_len"].to_pylist() == [4, 8]
+    assert inputs.table["rank"].to_pylist() == [0, 1]
+    assert inputs.table["t_finish"].null_count == inputs.table["finish_reason"].null_count == 2
+    assert "requests without output get max_tokens" in inputs.metadata.notes[-1]
+
+
+def test_detection_goes_by_content(write):
+    samples = {"mooncake": MOONCAKE, "azure": AZURE, "burstgpt": BURSTGPT, "bailian": BAILIAN,
+               "lengths": LENGTHS, "tracelab": tracelab()}  # fmt: skip
+    assert samples.keys() == FORMATS.keys()
+    for name, text in samples.items():
+        assert detect_format(write(text, "misleading.parquet")) == name
+    assert detect_format(write("\n\n" + MOONCAKE)) == "mooncake"
+    assert detect_format(write("\ufeff" + AZURE)) == "azure"
+
+
+def test_an_unknown_format_lists_the_known_ones(write):
+    for text in ("a,b\n1,2\n", '{"a": 1}\n', "hello\n"):
+        with pytest.raises(TraceError, match="in no known format") as caught:
+            load_requests(write(text))
+        for name in (*FORMATS, "own", "TIMESTAMP, ContextTokens"):
+            assert name in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_limit_and_sort(write):
+    assert len(load_requests(write(MOONCAKE), limit=1)) == 1
+    assert len(load_requests(write(AZURE), limit=1)) == 1
+    assert len(load_requests(write(AZURE), limit=9)) == 2
+    lines = BAILIAN.splitlines()
+    shuffled = write("\n".join(lines[i] for i in (3, 0, 4, 2, 1)))
+    with pytest.raises(TraceError, match="row 2, column 'arrival_ns': .* sort=True"):
+        load_requests(shuffled)
+    ordered = load_requests(shuffled, sort=True)
+    assert ordered.table.equals(load_requests(write(BAILIAN, "ordered")).table)
+
+
+BAD = [
+    (MOONCAKE[:-20], "row 2: is not valid JSON, perhaps cut off"),
+    (MOONCAKE.replace("600", "0"), "row 1, column 'input_length': 0 must be at least 1 token"),
+    (MOONCAKE.replace("600", "-5"), "row 1, column 'input_length': -5 must be"),
+    (MOONCAKE.replace("600", "6.5"), "row 1, column 'input_length': 6.5 is not a whole number"),
+    (MOONCAKE.replace("600", "true"), "row 1, column 'input_length': True is not a whole"),
+    (MOONCAKE.replace("600", "3000000000"), "'input_length': 3000000000 is too large"),
+    (MOONCAKE.replace("1500", "NaN"), "row 2, column 'timestamp': nan is not a time"),
+    (MOONCAKE.replace("1500", "-1"), "row 2, column 'timestamp': -1.0 must not be negative"),
+    (MOONCAKE.replace("1500", '"x"'), "row 2, column 'timestamp': 'x' is not a number"),
+    (MOONCAKE.replace("[2]", "[2.5]"), "row 2, column 'hash_ids': is not a list of whole"),
+    (MOONCAKE.replace(', "output_length": 7', ""), "row 2, column 'output_length': missing"),
+    (MOONCAKE + "\n[1]\n", "row 4: is not a JSON object"),
+    (AZURE[:-2], "row 3: has 2 fields, the header has 3: perhaps cut off"),
+    (AZURE.replace("3180", ""), "row 3, column 'ContextTokens': is empty"),
+    (AZURE.replace("3180", "nan"), "row 3, column 'ContextTokens': 'nan' is not a whole number"),
+    (AZURE.replace("3180", "0"), "row 3, column 'ContextTokens': 0 must be at least 1 token"),
+    (AZURE.replace("\r\n2023-11-16 18:17:04", "\r\n2023-13-16 18:17:04"),
+     "row 3, column 'TIMESTAMP': '2023-13-16 .*' is not a time"),
+    (AZURE.replace("9601", "9601Z"), "row 3, column 'TIMESTAMP': .* has a zone, but the first"),
+    (AZURE.replace("18:17:04", "18:17:02"), "row 3, column 'arrival_ns': 0 is earlier"),
+    (AZURE.replace("\r\n2023", "\r\n\r\n2023", 1), "row 2: has 0 fields|row 2: has 1 fields"),
+    ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no requests"),
+    (BURSTGPT.replace("118.5", "-1"), "row 4, column 'Timestamp': -1.0 must not be negative"),
+    (BURSTGPT.replace("118.5", "nan"), "row 4, column 'Timestamp': nan is not a time"),
+    (BURSTGPT.replace("417", "0"), "row 4, column 'Request tokens': 0 must be at least 1"),
+    (BURSTGPT.replace("472,18", "472,0").replace("417,276", "417,0"), "every row is a failed"),
+    (BAILIAN.replace('"chat_id": 9,', '"chat_id": 7,'), "row 3, column 'req_id': '7' is also"),
+    (TIMED_LENGTHS.replace("1.5", "inf"), "row 3, column 'arrival_time_s': inf is not a time"),
+    (tracelab().replace("2026-06-01T05:40:20.000Z", "soon"), "row 3, column 'timing_events': "),
+    ("arrival_ns,prompt_len,output_len\n0,5,x\n", "row 2, column 'output_len': 'x' is not int32"),
+    ("arrival_ns,prompt_len,output_len\n0,5,\n", "row 2, column 'output_len': is empty"),
+    ("arrival_ns,prompt_len,output_len\n0,5\n", "Expected 3 columns, got 2"),
+    ("arrival_ns,prompt_len\n0,5\n", "column 'output_len': missing; a request needs"),
+    ("arrival_ns,prompt_len,output_len,colour\n0,5,1,2\n", "column 'colour': unknown column"),
+    ('{"arrival_ns": 0, "prompt_len": 5, "output_len": 1.0}', "row 1, column 'output_len': 1.0 is"),
+    ('{"arrival_ns": 0, "prompt_len": 5, "output_len": 1, "a": 1}', "column 'a': unknown"),
+    ("", "is empty"),
+    ("\n\n", "in no known format"),
+    ("{not json\n", "row 1: is not valid JSON"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "message"), BAD)
+def test_bad_files_are_one_line_naming_file_row_and_field(text, message, write):
+    with pytest.raises(TraceError, match=message) as caught:
+        load_requests(write(text))
+    assert "trace.txt" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_are_not_text(tmp_path):
+    (tmp_path / "t").write_bytes(b"\x1f\x8b\x08\xff\xfe binary")
+    with pytest.raises(TraceError, match="not UTF-8"):
+        load_requests(tmp_path / "t")
+    (tmp_path / "t").write_bytes(MOONCAKE.encode() + b'{"timestamp": "\xff"}\n')
+    with pytest.raises(TraceError, match="not UTF-8"):
+        load_requests(tmp_path / "t")
+
+
+def test_options_a_format_cannot_honour_are_refused(write):
+    path = write(MOONCAKE)
+    with pytest.raises(ConfigError, match="closed_loop = True: format 'mooncake' records no"):
+        load_requests(path, closed_loop=True)
+    with pytest.raises(ConfigError, match="arrivals = .*has arrival times of its own"):
+        load_requests(path, arrivals=Burst())
+    with pytest.raises(ConfigError, match="format = 'csv': must be one of mooncake, azure"):
+        load_requests(path, format="csv")
+    with pytest.raises(ConfigError, match="limit = 0"):
+        load_requests(path, limit=0)
+    with pytest.raises(TraceError, match="row 1, column 'chat_id': missing|'timestamp'|'chat_id'"):
+        load_requests(path, format="bailian")
+    with pytest.raises(TraceError, match="not found"):
+        load_requests(path.with_name("other"))

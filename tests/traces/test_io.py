@@ -1,0 +1,166 @@
+"""Files are written whole or not at all, and read with every mismatch named."""
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from mdi_shared.errors import TraceError
+from mdi_traces import io
+from mdi_traces.formats import load_requests
+from mdi_traces.io import read_table, write_csv, write_jsonl, write_parquet
+from mdi_traces.schema import METADATA_KEY, REQUEST_SCHEMA, Metadata
+
+from .conftest import trace_of
+
+META = Metadata(table="requests", source="import", licence="MIT", hash_block_size=16)
+WRITERS = [write_parquet, write_jsonl, write_csv]
+
+
+@pytest.fixture
+def table() -> pa.Table:
+    return trace_of(
+        req_id=["a", "b", "c"], arrival_ns=[0, 5, 2**53 + 1], prompt_len=[3, 4, 5],
+        max_tokens=[9, 9, 9], output_len=[1, 2, 3], hash_ids=[[1, 2], None, []],
+        session_id=["s", None, "s"], turn=[0, None, 1], think_ns=[None, None, 7],
+        seed=[2**64 - 1, None, 0], temperature=[None, 0.5, 1.0], priority=[-1, None, 1],
+    ).table  # fmt: skip
+
+
+def test_parquet_round_trip_is_exact(table, tmp_path):
+    write_parquet(tmp_path / "t.parquet", table, META)
+    again, metadata = read_table(tmp_path / "t.parquet", "requests")
+    assert metadata == META
+    assert again.equals(table)
+    assert again.schema.equals(REQUEST_SCHEMA)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_equal_input_gives_equal_bytes(writer, table, tmp_path):
+    for name in ("one", "two"):
+        writer(tmp_path / name, table, META)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+def test_own_formats_keep_every_value(ending, table, tmp_path):
+    path = tmp_path / f"t.{ending}"
+    (write_parquet if ending == "parquet" else write_jsonl)(path, table, META)
+    trace = load_requests(path)
+    assert trace.metadata == META
+    assert trace.table.equals(table)
+
+
+def test_csv_keeps_every_value_but_not_the_empty_list(table, tmp_path):
+    write_csv(tmp_path / "t.csv", table, META)
+    rows = load_requests(tmp_path / "t.csv").table.to_pylist()
+    expected = table.to_pylist()
+    expected[2]["hash_ids"] = None
+    assert rows == expected
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("fault", ["replace", "fsync"])
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
+    writer, fault, table, tmp_path, monkeypatch
+):
+    path = tmp_path / "t"
+    path.write_text("old")
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(io.os, fault, fail)
+    with pytest.raises(TraceError, match="cannot be written: No space left on device"):
+        writer(path, table, META)
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["t"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, pa.ArrowInvalid])
+def test_a_writer_that_dies_half_way_leaves_the_old_file(error, table, tmp_path, monkeypatch):
+    path = tmp_path / "t.parquet"
+    path.write_text("old")
+
+    def die(_table, file, **_):
+        file.write(b"PAR1 half a fil")
+        raise error("stop")
+
+    monkeypatch.setattr(io.pq, "write_table", die)
+    with pytest.raises(error):
+        write_parquet(path, table, META)
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["t.parquet"]
+
+
+def test_writing_where_there_is_no_folder(table, tmp_path):
+    with pytest.raises(TraceError, match="cannot be written: No such file or directory"):
+        write_parquet(tmp_path / "no" / "t.parquet", table, META)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TraceError, match="cannot be written: Not a directory"):
+        write_parquet(tmp_path / "file" / "t.parquet", table, META)
+
+
+@pytest.mark.parametrize("keep", [0, 3, 100, -1])
+def test_cut_off_files_are_one_line_errors(keep, table, tmp_path):
+    write_parquet(tmp_path / "t.parquet", table, META)
+    whole = (tmp_path / "t.parquet").read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(whole[:keep])
+    with pytest.raises(TraceError, match=r"cut\.parquet: (is empty|cannot be read)") as caught:
+        read_table(tmp_path / "cut.parquet", "requests")
+    assert "\n" not in str(caught.value)
+
+
+def test_damage_in_the_middle_is_an_error(table, tmp_path):
+    write_parquet(tmp_path / "t.parquet", table, META)
+    raw = bytearray((tmp_path / "t.parquet").read_bytes())
+    raw[4:200] = bytes(196)
+    (tmp_path / "t.parquet").write_bytes(bytes(raw))
+    with pytest.raises(TraceError, match="damaged or cut off"):
+        read_table(tmp_path / "t.parquet", "requests")
+
+
+def test_not_found_and_folder(tmp_path):
+    with pytest.raises(TraceError, match=r"no\.parquet: not found"):
+        read_table(tmp_path / "no.parquet", "steps")
+    with pytest.raises(TraceError, match="is a folder"):
+        read_table(tmp_path, "steps")
+
+
+def _write_raw(path, table, metadata: str | None):
+    meta = {} if metadata is None else {METADATA_KEY: metadata.encode()}
+    pq.write_table(table.replace_schema_metadata(meta), path)
+
+
+def test_wrong_kind_newer_schema_and_foreign_file(table, tmp_path):
+    path = tmp_path / "t.parquet"
+    write_parquet(path, table, META)
+    with pytest.raises(TraceError, match="holds a requests table, but a steps table is wanted"):
+        read_table(path, "steps")
+    _write_raw(path, table, META.to_json().replace('"schema_version": 1', '"schema_version": 9'))
+    with pytest.raises(TraceError, match="schema version 9 is newer than 1"):
+        read_table(path, "requests")
+    _write_raw(path, table, None)
+    with pytest.raises(TraceError, match="no mini-deepinfer metadata"):
+        read_table(path, "requests")
+
+
+def test_missing_unknown_and_mistyped_columns(table, tmp_path):
+    path = tmp_path / "t.parquet"
+    _write_raw(path, table.drop_columns(["cached_len"]), META.to_json())
+    with pytest.raises(TraceError, match="column 'cached_len': missing from the requests table"):
+        read_table(path, "requests")
+    _write_raw(path, table.append_column("colour", table["req_id"]), META.to_json())
+    with pytest.raises(TraceError, match="column 'colour': unknown in a requests table"):
+        read_table(path, "requests")
+    index = table.schema.get_field_index("arrival_ns")
+    floats = table.set_column(index, "arrival_ns", table["arrival_ns"].cast("double", safe=False))
+    _write_raw(path, floats, META.to_json())
+    with pytest.raises(TraceError, match="'arrival_ns': has type double, must be int64"):
+        read_table(path, "requests")
+
+
+def test_null_in_a_required_column(table, tmp_path):
+    index = table.schema.get_field_index("prompt_len")
+    nulls = pa.array([1, None, 3], pa.int32())
+    _write_raw(tmp_path / "t.parquet", table.set_column(index, "prompt_len", nulls), META.to_json())
+    with pytest.raises(TraceError, match="row 2, column 'prompt_len': null is not allowed"):
+        read_table(tmp_path / "t.parquet", "requests")

@@ -1,0 +1,80 @@
+"""A run is three files that belong together."""
+
+import pyarrow as pa
+import pytest
+from mdi_shared.errors import TraceError
+from mdi_traces import run as run_module
+from mdi_traces.run import Run, load_run
+
+from .conftest import make_run
+
+
+@pytest.mark.parametrize(
+    "ending", ["", ".parquet", ".items.parquet", ".steps.parquet", ".requests.parquet"]
+)
+def test_save_and_load_by_any_name(ending, tmp_path):
+    run = make_run()
+    written = run.save(tmp_path / "r.parquet")
+    assert [p.name for p in written] == [
+        "r.items.parquet", "r.steps.parquet", "r.requests.parquet"
+    ]  # fmt: skip
+    again = load_run(tmp_path / f"r{ending}")
+    assert again.steps_table.equals(run.steps_table)
+    assert again.requests_table.equals(run.requests_table)
+    assert again.items_table.equals(run.items_table)
+    assert again.metadata == run.metadata
+
+
+def test_without_items_an_older_items_file_goes_away(tmp_path):
+    make_run().save(tmp_path / "r")
+    make_run().save(tmp_path / "r", items=False)
+    again = load_run(tmp_path / "r")
+    assert again.items is None
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["r.requests.parquet", "r.steps.parquet"]
+
+
+def test_items_are_made_once_and_only_when_asked_for():
+    base, calls = make_run(), []
+
+    def items() -> pa.Table:
+        calls.append(1)
+        return base.items_table
+
+    run = Run(base.steps_table, base.requests_table, base.metadata, items)
+    assert not calls
+    assert len(run.items) == len(run.items_table) == 6
+    assert calls == [1]
+
+
+def test_frames_keep_integers_exact():
+    run = make_run(requests={1: {"t_finish": 2**53 + 1}})
+    assert run.requests["t_finish"].tolist() == [490, 2**53 + 1, 200]
+    assert run.requests["t_first_token"].isna().tolist() == [False, False, True]
+    assert str(run.steps["step"].dtype) == "int64"
+    assert run.steps is run.steps
+    assert list(run.steps["kind"]) == ["prefill", "prefill", "decode", "decode", "flush"]
+
+
+def test_incomplete_runs(tmp_path, monkeypatch):
+    with pytest.raises(TraceError, match=r"no\.requests\.parquet: not found"):
+        load_run(tmp_path / "no")
+    write = run_module.write_parquet
+
+    def killed(path, table, metadata):
+        if metadata.table == "requests":
+            raise KeyboardInterrupt
+        write(path, table, metadata)
+
+    monkeypatch.setattr(run_module, "write_parquet", killed)
+    with pytest.raises(KeyboardInterrupt):
+        make_run().save(tmp_path / "r")
+    with pytest.raises(TraceError, match="not written to the end"):
+        load_run(tmp_path / "r.steps.parquet")
+
+
+def test_files_of_different_runs_do_not_mix(tmp_path):
+    make_run().save(tmp_path / "one")
+    make_run(config={"other": 1}).save(tmp_path / "two")
+    (tmp_path / "two.steps.parquet").replace(tmp_path / "one.steps.parquet")
+    with pytest.raises(TraceError, match="different runs"):
+        load_run(tmp_path / "one")

@@ -1,0 +1,165 @@
+"""Trace files: written whole or not at all, read with every mismatch named.
+
+A file is written beside its final name and moved there when it is complete, so that a killed
+program leaves the old file as it was. No time stamps are stored: equal input gives equal bytes.
+Row-level rules are not checked here but in `requests.py` and `check.py`.
+
+Read next: `run.py` (the files of one run), `formats/own.py` (request traces by hand).
+"""
+
+import csv
+import io
+import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from mdi_shared.errors import TraceError
+
+from mdi_traces.schema import METADATA_KEY, SCHEMAS, Metadata, type_name
+
+
+@contextmanager
+def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open a file that takes the place of `path` when the block ends without an error.
+
+    Otherwise `path` stays as it was and nothing is left behind. Raises `TraceError` when the
+    system refuses to write there.
+    """
+    target = Path(path)
+    temp = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    try:
+        with temp.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temp.replace(target)
+        _sync_folder(target.parent)
+    except OSError as error:
+        raise TraceError(str(path), f"cannot be written: {error.strerror or error}") from error
+    finally:
+        if temp.exists():
+            temp.unlink()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name itself durable; only POSIX lets a folder be opened for that."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_parquet(path: str | os.PathLike[str], table: pa.Table, metadata: Metadata) -> None:
+    """Write a table of kind `metadata.table` with its metadata.
+
+    Raises `TraceError` when the columns differ from the schema or the file cannot be written.
+    """
+    require_schema(table, metadata.table, str(path))
+    with atomic_file(path) as file:
+        pq.write_table(_with_metadata(table, metadata), file, compression="zstd")
+
+
+def write_jsonl(path: str | os.PathLike[str], table: pa.Table, metadata: Metadata) -> None:
+    """Write one JSON object a line: first `{"mdi": metadata}`, then rows without their nulls."""
+    require_schema(table, metadata.table, str(path))
+    with atomic_file(path) as file:
+        file.write(b'{"mdi": ' + metadata.to_json().encode() + b"}\n")
+        for row in table.to_pylist():
+            kept = {name: value for name, value in row.items() if value is not None}
+            file.write(json.dumps(kept).encode() + b"\n")
+
+
+def write_csv(path: str | os.PathLike[str], table: pa.Table, metadata: Metadata) -> None:
+    """Write the columns that hold values as CSV, lists as ids with spaces between.
+
+    CSV has no place for metadata: source, licence and hash block size do not travel.
+    """
+    require_schema(table, metadata.table, str(path))
+    names = [name for name in table.column_names if table[name].null_count < len(table)]
+    with atomic_file(path) as file:
+        text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(names)
+        for row in table.select(names).to_pylist():
+            writer.writerow([_cell(row[name]) for name in names])
+        text.detach()
+
+
+def _cell(value: object) -> object:
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return "" if value is None else value
+
+
+def read_table(path: str | os.PathLike[str], kind: str) -> tuple[pa.Table, Metadata]:
+    """Read a Parquet table of `kind` (steps, items or requests) in the schema's column order.
+
+    Raises `TraceError` when the file is not there, cut off or damaged, holds another kind of
+    table, comes from a newer schema, or has a column missing, unknown, of another type, or null
+    where a value is required.
+    """
+    file = str(path)
+    table = read_parquet(path)
+    document = (table.schema.metadata or {}).get(METADATA_KEY)
+    if document is None:
+        raise TraceError(file, "has no mini-deepinfer metadata: not a trace of this project")
+    metadata = Metadata.from_json(document, file)
+    if metadata.table != kind:
+        raise TraceError(file, f"holds a {metadata.table} table, but a {kind} table is wanted")
+    require_schema(table, kind, file)
+    return table.select(SCHEMAS[kind].names).cast(SCHEMAS[kind]), metadata
+
+
+def read_parquet(path: str | os.PathLike[str]) -> pa.Table:
+    """Read any Parquet file; every failure is a one-line `TraceError`."""
+    require_file(path)
+    try:
+        with pq.ParquetFile(path) as parquet:
+            return parquet.read()
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+        raise TraceError(str(path), f"cannot be read as Parquet, it is damaged or cut off "
+                         f"({reason})") from error  # fmt: skip
+
+
+def require_file(path: str | os.PathLike[str]) -> None:
+    """Raise `TraceError` unless `path` is a file with something in it."""
+    target = Path(path)
+    if target.is_dir():
+        raise TraceError(str(path), "is a folder, not a file")
+    if not target.is_file():
+        raise TraceError(str(path), "not found")
+    if target.stat().st_size == 0:
+        raise TraceError(str(path), "is empty")
+
+
+def require_schema(table: pa.Table, kind: str, file: str) -> None:
+    """Raise `TraceError` naming the first column of `table` that differs from the schema."""
+    schema = SCHEMAS[kind]
+    for name in table.column_names:
+        if name not in schema.names:
+            raise TraceError(file, f"unknown in a {kind} table", column=name)
+    for field in schema:
+        if field.name not in table.column_names:
+            raise TraceError(file, f"missing from the {kind} table", column=field.name)
+        column = table[field.name]
+        if column.type != field.type:
+            raise TraceError(file, f"has type {type_name(column.type)}, must be "
+                             f"{type_name(field.type)}", column=field.name)  # fmt: skip
+        if not field.nullable and column.null_count:
+            row = next(i for i, value in enumerate(column) if not value.is_valid)
+            raise TraceError(file, "null is not allowed", row=row + 1, column=field.name)
+
+
+def _with_metadata(table: pa.Table, metadata: Metadata) -> pa.Table:
+    schema = SCHEMAS[metadata.table].with_metadata({METADATA_KEY: metadata.to_json().encode()})
+    return table.select(schema.names).cast(schema)

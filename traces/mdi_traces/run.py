@@ -1,0 +1,136 @@
+"""The tables of one run, recorded or simulated, and their three files.
+
+`Run` holds Arrow tables and shows them as pandas frames on demand; pandas is not imported before.
+It computes nothing: metrics are the business of `mdi_analysis`, conservation laws of `check.py`.
+
+Read next: `schema.py` (columns), `check.py` (is the run sound?), docs/trace-format.md.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from mdi_shared.errors import TraceError
+
+from mdi_traces.io import read_table, write_parquet
+from mdi_traces.schema import ITEMS, REQUESTS, STEPS, Metadata
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# Requests last: its presence means that the run is complete.
+_FILES = {ITEMS: ".items.parquet", STEPS: ".steps.parquet", REQUESTS: ".requests.parquet"}
+
+
+class Run:
+    """Steps, step items and requests of one run, with the metadata they share.
+
+    `items` may be None (not recorded) or a function without arguments that makes the table when
+    it is first asked for.
+    """
+
+    def __init__(
+        self,
+        steps: pa.Table,
+        requests: pa.Table,
+        metadata: Metadata,
+        items: pa.Table | Callable[[], pa.Table] | None = None,
+    ) -> None:
+        self.steps_table = steps
+        self.requests_table = requests
+        self.metadata = metadata
+        self._items = items
+
+    @cached_property
+    def items_table(self) -> pa.Table | None:
+        """The item table, made or read now if it was not before; None when not recorded."""
+        return self._items() if callable(self._items) else self._items
+
+    @cached_property
+    def steps(self) -> "pd.DataFrame":
+        """Steps as a data frame; one row per rank and step."""
+        return to_frame(self.steps_table)
+
+    @cached_property
+    def items(self) -> "pd.DataFrame | None":
+        """Step items as a data frame, or None; one row per sequence and step."""
+        return None if self.items_table is None else to_frame(self.items_table)
+
+    @cached_property
+    def requests(self) -> "pd.DataFrame":
+        """Requests as a data frame; integers that can be null are pandas' nullable integers."""
+        return to_frame(self.requests_table)
+
+    def save(self, prefix: str | os.PathLike[str], *, items: bool = True) -> list[Path]:
+        """Write PREFIX.items.parquet, PREFIX.steps.parquet and PREFIX.requests.parquet.
+
+        Returns the paths written. `items=False`, or a run without items, leaves the first out
+        (and removes one of an earlier run of this name). Raises `TraceError`.
+        """
+        base = run_prefix(prefix)
+        tables = {ITEMS: self.items_table if items else None, STEPS: self.steps_table,
+                  REQUESTS: self.requests_table}  # fmt: skip
+        written = []
+        for kind, table in tables.items():
+            path = Path(base + _FILES[kind])
+            if table is None:
+                path.unlink(missing_ok=True)
+                continue
+            write_parquet(path, table, replace(self.metadata, table=kind))
+            written.append(path)
+        return written
+
+
+def load_run(path: str | os.PathLike[str]) -> Run:
+    """Read a run by its prefix or by any one of its files; items are read when first used.
+
+    Raises `TraceError` when a file is missing, damaged, or of another run than the others.
+    """
+    base = run_prefix(path)
+    requests_path, steps_path = base + _FILES[REQUESTS], base + _FILES[STEPS]
+    if not Path(requests_path).is_file():
+        raise TraceError(requests_path, "not found: no such run, or it was not written to the end")
+    requests, metadata = read_table(requests_path, REQUESTS)
+    steps = _read_matching(steps_path, STEPS, metadata)
+    items_path = base + _FILES[ITEMS]
+    recorded = Path(items_path).is_file()
+    items = (lambda: _read_matching(items_path, ITEMS, metadata)) if recorded else None
+    return Run(steps, requests, metadata, items)
+
+
+def run_prefix(path: str | os.PathLike[str]) -> str:
+    """Return the run's prefix: `path` without the ending of a run's file, or `.parquet`."""
+    text = os.fspath(path)
+    for ending in (*_FILES.values(), ".parquet"):
+        if text.endswith(ending):
+            return text.removesuffix(ending)
+    return text
+
+
+def to_frame(table: pa.Table) -> "pd.DataFrame":
+    """Return a table as a pandas frame whose nullable integers stay exact."""
+    import pandas as pd
+
+    nullable = {
+        pa.int8(): pd.Int8Dtype(), pa.int16(): pd.Int16Dtype(), pa.int32(): pd.Int32Dtype(),
+        pa.int64(): pd.Int64Dtype(), pa.uint64(): pd.UInt64Dtype(),
+    }  # fmt: skip
+    columns: dict[str, Any] = {
+        field.name: table[field.name].to_pandas(
+            types_mapper=nullable.get if field.nullable else None
+        )
+        for field in table.schema
+    }
+    return pd.DataFrame(columns)
+
+
+def _read_matching(path: str, kind: str, expected: Metadata) -> pa.Table:
+    table, metadata = read_table(path, kind)
+    if replace(metadata, table=expected.table) != expected:
+        raise TraceError(path, "its metadata differs from that of the requests file: the files "
+                         "belong to different runs")  # fmt: skip
+    return table

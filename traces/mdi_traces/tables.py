@@ -1,0 +1,272 @@
+"""Spreads what `recorder.py` collected into the tables of a run.
+
+A batch that was repeated becomes one row per step again: contexts grow by one, everything that a
+repetition cannot change is copied. Steps that were launched and never processed (a run cut off by
+its time limit) are left out.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from mdi_shared.config import SchedulerConfig
+from mdi_shared.plan import DECODE, IDLE_DECODE, STEP_KINDS
+from mdi_shared.vote import rule_at
+from mdi_shared.work import StepWork
+from mdi_traces import recorder as rec
+from mdi_traces.columns import Bools, Ints, flags, ints, numbers, texts
+from mdi_traces.recorder import NOT_YET, RankRecorder, RequestLog
+from mdi_traces.requests import RequestTrace, put_column
+from mdi_traces.run import Run
+from mdi_traces.schema import ITEM_SCHEMA, STEP_SCHEMA, STEPS, Metadata
+
+_MS = 1e6  # ns in a millisecond
+_NAN = float("nan")
+
+
+def build_run(
+    recorders: Sequence[RankRecorder],
+    trace: RequestTrace,
+    metadata: Metadata,
+    config: SchedulerConfig,
+    *,
+    run_id: str,
+    arrived_ns: dict[int, int],
+    unfinished_reason: str,
+) -> Run:
+    """Return the run that `recorders` (one per rank, in order) saw while serving `trace`.
+
+    `arrived_ns` gives the arrival of closed-loop turns by trace row; `unfinished_reason` is
+    written for every request without an end.
+    """
+    ranks = [_Rank(recorder) for recorder in recorders]
+    steps = pa.concat_tables([_steps(rank, metadata, config, run_id) for rank in ranks])
+    requests = _requests(ranks, trace, arrived_ns, unfinished_reason)
+    return Run(
+        steps=steps,
+        requests=requests,
+        metadata=replace(metadata, table=STEPS),
+        items=_later(ranks, trace, run_id),
+    )
+
+
+class _Rank:
+    """One rank's arrays with names, and the map from step rows to the batches they repeat."""
+
+    def __init__(self, recorder: RankRecorder) -> None:
+        self.rank = recorder.rank
+        self.requests = recorder.requests
+        self.rows = len(recorder.outcomes) // len(rec.OUTCOME_FIELDS)
+        self.batch = _fields(recorder.batches, rec.BATCH_FIELDS)
+        self.launch = _fields(recorder.launches, rec.LAUNCH_FIELDS, self.rows)
+        self.work = _fields(recorder.works, StepWork._fields, self.rows)
+        self.device = _fields(recorder.devices, rec.DEVICE_FIELDS, self.rows)
+        self.outcome = _fields(recorder.outcomes, rec.OUTCOME_FIELDS, self.rows)
+        self.pool = _fields(recorder.pools, rec.POOL_FIELDS, self.rows)
+        self.items = np.array(recorder.items, dtype=np.int64)
+        self.dropped = _pairs(recorder.dropped, 2)
+        self.accepted = _pairs(recorder.accepted, 3)
+        starts = self.batch["row"]
+        counts = np.diff(np.append(starts, max(self.rows, int(starts[-1]) + 1) if len(starts) else 0))
+        self.batch_of = np.repeat(np.arange(len(starts)), counts)[: self.rows]
+        self.shift = np.arange(self.rows) - starts[self.batch_of]
+
+    def per_step(self, name: str, *, first_only: bool = False) -> Ints:
+        """A batch field for each step; with `first_only`, 0 where the batch is a repetition."""
+        values = self.batch[name][self.batch_of]
+        return np.where(self.shift == 0, values, 0) if first_only else values
+
+
+def _fields(flat: Any, names: Sequence[str], rows: int | None = None) -> dict[str, Ints]:
+    table = np.array(flat, dtype=np.int64).reshape(-1, len(names))[:rows]
+    return {name: table[:, i] for i, name in enumerate(names)}
+
+
+def _pairs(flat: Any, width: int) -> Ints:
+    return np.array(flat, dtype=np.int64).reshape(-1, width)
+
+
+def _steps(rank: _Rank, metadata: Metadata, config: SchedulerConfig, run_id: str) -> pa.Table:
+    launch, device, work, n = rank.launch, rank.device, rank.work, rank.rows
+    kind = rank.per_step("kind")
+    is_prefill = work["is_prefill"] == 1
+    idle = rank.per_step("n_items") == 0
+    decoding = np.isin(kind, [STEP_KINDS.index(DECODE), STEP_KINDS.index(IDLE_DECODE)])
+    decode_step = rank.per_step("decode_step") + np.where(decoding, rank.shift, 0)
+    gpu_ms = (device["t_dev_end"] - device["t_dev_start"]) / _MS
+    own = {name: np.where(idle, 0, work[name]) for name in StepWork._fields}
+    target = rank.per_step("target_ns", first_only=True)
+    values: dict[str, Any] = {
+        "run_id": _labels(np.zeros(n, dtype=np.int64), [run_id]),
+        "step": rank.per_step("step") + rank.shift,
+        "rank": rank.rank, "dp": rank.rank, "ep": rank.rank, "cp": 0,
+        "kind": _labels(kind, STEP_KINDS),
+        "source": _labels(np.zeros(n, dtype=np.int64), [metadata.source]),
+        "t_sched": launch["t_sched"], "t_launch": launch["t_launch"],
+        "t_dev_start": device["t_dev_start"], "t_dev_end": device["t_dev_end"],
+        "t_done": device["t_done"],
+        "gpu_ms": gpu_ms, "fwd_ms": gpu_ms, "sample_ms": 0,
+        "cpu_sched_ms": (launch["t_planned"] - launch["t_sched"] - launch["wait_ns"]) / _MS,
+        "cpu_proc_ms": device["process_ns"] / _MS,
+        "wait_ms": launch["wait_ns"] / _MS,
+        "n_seqs": own["n_seqs"], "n_tokens": own["rows"],
+        "n_tokens_padded": np.where(is_prefill, rank.per_step("n_tokens_padded"), own["rows"]),
+        "n_consumer_rows": own["consumer_rows"],
+        **{name: own[name] for name in (
+            "sum_qk", "idx_pairs_r2", "idx_pairs_r1", "core_pairs", "swa_pairs",
+            "sum_k", "max_k", "min_k", "flops_attn", "flops_total")},
+        "n_cached": np.where(is_prefill, own["sum_k"] - own["rows"], 0),
+        "n_chunked": rank.per_step("n_chunked", first_only=True),
+        "n_finished": rank.per_step("n_finished", first_only=True),
+        "n_ignored": rank.per_step("n_ignored", first_only=True),
+        "n_preempted": rank.per_step("n_preempted", first_only=True),
+        "n_dropped": rank.outcome["n_dropped"],
+        "n_draft_rows": np.where(is_prefill, 0, own["rows"] - own["n_seqs"]),
+        "n_accepted": rank.outcome["n_accepted"],
+        "graph_size": 0,
+        "free_blocks": rank.pool["free_blocks"], "free_slots": rank.pool["free_slots"],
+        "n_waiting": rank.outcome["n_waiting"], "n_running": rank.outcome["n_running"],
+        "decode_step": decode_step,
+        "vote": _labels(_votes(decode_step, config), rec.VOTES),
+        "want": flags(rank.per_step("want", first_only=True) == 1),
+        "pred_ms": launch["pred_ns"] / _MS,
+        "target_ms": np.where(target > 0, target / _MS, _NAN),
+        "moe_imbalance": _NAN,
+    }  # fmt: skip
+    return _table(values, STEP_SCHEMA, n)
+
+
+def _votes(decode_step: Ints, config: SchedulerConfig) -> Ints:
+    """The voting rule of each step; the few distinct counters are looked up once."""
+
+    @lru_cache(maxsize=None)
+    def code(step: int) -> int:
+        rule = rule_at(step, config.prefill_attempt_interval, config.prefill_any_attempt_interval)
+        return rec.VOTES.index(rule)
+
+    distinct, where = np.unique(decode_step, return_inverse=True)
+    return np.array([code(int(step)) for step in distinct], dtype=np.int64)[where]
+
+
+def _later(
+    ranks: Sequence[_Rank], trace: RequestTrace, run_id: str
+) -> Callable[[], pa.Table]:
+    """Item tables are large and often not wanted; make them when asked for."""
+    names = trace.table["req_id"].to_pylist
+    return lambda: pa.concat_tables([_items(rank, names(), run_id) for rank in ranks])
+
+
+def _items(rank: _Rank, req_ids: list[str], run_id: str) -> pa.Table:
+    sizes = rank.batch["n_items"]
+    per_row = sizes[rank.batch_of]
+    row_of = np.repeat(np.arange(rank.rows), per_row)
+    first_item = np.cumsum(per_row) - per_row
+    index = np.arange(int(per_row.sum())) - first_item[row_of]
+    batch_start = (np.cumsum(sizes) - sizes) * len(rec.ITEM_FIELDS)
+    at = batch_start[rank.batch_of][row_of] + index
+    size, shift = per_row[row_of], rank.shift[row_of]
+    seq, q, k, last = (rank.items[at + i * size] for i in range(len(rec.ITEM_FIELDS)))
+    k = k + shift
+    dropped = np.zeros(len(seq), dtype=bool)
+    accepted = np.zeros(len(seq), dtype=np.int64)
+    kept = rank.dropped[rank.dropped[:, 0] < rank.rows]
+    dropped[first_item[kept[:, 0]] + kept[:, 1]] = True
+    drafts = rank.accepted[rank.accepted[:, 0] < rank.rows]
+    accepted[first_item[drafts[:, 0]] + drafts[:, 1]] = drafts[:, 2]
+    row_of_seq = np.array([log.row for log in rank.requests], dtype=np.int64)
+    step = rank.per_step("step") + rank.shift
+    values: dict[str, Any] = {
+        "run_id": _labels(np.zeros(len(seq), dtype=np.int64), [run_id]),
+        "step": step[row_of],
+        "rank": rank.rank,
+        "req_id": _labels(row_of_seq[seq] if len(seq) else seq, req_ids),
+        "q": q, "k": k, "cached": k - q,
+        "is_last_chunk": flags(last == 1),
+        "emitted": np.where((last == 1) & ~dropped, 1 + accepted, 0),
+        "accepted": accepted,
+        "dropped": flags(dropped),
+    }  # fmt: skip
+    return _table(values, ITEM_SCHEMA, len(seq))
+
+
+def _requests(
+    ranks: Sequence[_Rank], trace: RequestTrace, arrived_ns: dict[int, int], reason: str
+) -> pa.Table:
+    table, count = trace.table, len(trace)
+    logs: list[RequestLog | None] = [None] * count
+    for rank in ranks:
+        for log in rank.requests:
+            logs[log.row] = log
+    arrival = ints(table["arrival_ns"]).copy()
+    for row, time_ns in arrived_ns.items():
+        arrival[row] = time_ns
+    out = {name: _gather(logs, name) for name in rec.REQUEST_FIELDS}
+    served = np.array([log is not None for log in logs], dtype=bool)
+    t_submit = _submit_times(ranks, arrival, out["rank"], served)
+    finish, first, last = out["t_finish"], out["t_first_token"], out["t_last_token"]
+    lengths, ended = out["output_len"], finish != NOT_YET
+    reasons = [log.finish_reason if log is not None else None for log in logs]
+    unfinished = [reason if r is None else None for r in reasons]
+    complete = np.array([r in ("stop", "length") for r in reasons], dtype=bool)
+    some, many = first != NOT_YET, complete & (lengths > 1)
+    columns: dict[str, tuple[Any, Bools | None]] = {
+        "arrival_ns": (arrival, None),
+        "output_len": (lengths, None),
+        "rank": (out["rank"], served),
+        "t_submit": (t_submit, t_submit != NOT_YET),
+        **{name: (out[name], out[name] != NOT_YET) for name in (
+            "t_first_sched", "t_first_token", "t_last_token")},
+        "t_finish": (finish, ended),
+        **{name: (out[name], served) for name in (
+            "n_chunks", "n_preempt", "n_recomputed_tokens")},
+        "ttft_ms": ((first - arrival) / _MS, some),
+        "tpot_ms": ((last - first) / _MS / np.maximum(lengths - 1, 1), many),
+        "e2e_ms": ((finish - arrival) / _MS, complete),
+        "queue_ms": ((out["t_first_sched"] - arrival) / _MS, out["t_first_sched"] != NOT_YET),
+    }  # fmt: skip
+    for name, (values, valid) in columns.items():
+        table = put_column(table, name, numbers(values, table.schema.field(name).type, valid))
+    for name, labels in (("finish_reason", reasons), ("unfinished_reason", unfinished)):
+        table = put_column(table, name, texts(labels, table.schema.field(name).type))
+    return table
+
+
+def _gather(logs: Sequence[RequestLog | None], name: str) -> Ints:
+    none = NOT_YET if name.startswith("t_") else 0
+    return np.array([none if log is None else getattr(log, name) for log in logs], dtype=np.int64)
+
+
+def _submit_times(ranks: Sequence[_Rank], arrival: Ints, rank_of: Ints, served: Bools) -> Ints:
+    """When the scheduler got each request: a step's planning begins with a look for arrivals."""
+    out = np.full(len(arrival), NOT_YET, dtype=np.int64)
+    for rank in ranks:
+        polls = rank.launch["t_sched"]
+        mine = served & (rank_of == rank.rank)
+        at = np.searchsorted(polls, arrival[mine])
+        known = at < len(polls)
+        times = np.full(len(at), NOT_YET, dtype=np.int64)
+        times[known] = polls[at[known]]
+        out[mine] = times
+    return out
+
+
+def _labels(codes: NDArray[np.int64], names: Sequence[str]) -> pa.DictionaryArray:
+    return pa.DictionaryArray.from_arrays(numbers(codes, pa.int32()), texts(names))
+
+
+def _table(values: dict[str, Any], schema: pa.Schema, rows: int) -> pa.Table:
+    """Put columns in the schema's order; a scalar fills its column."""
+    arrays = []
+    for field in schema:
+        column = values[field.name]
+        if not isinstance(column, pa.Array):
+            column = numbers(np.broadcast_to(np.asarray(column), rows), field.type)
+        arrays.append(column)
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
