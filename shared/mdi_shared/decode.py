@@ -4,7 +4,7 @@ Three different orders meet here (engine-semantics §2.4, §13.1): the shortest 
 first, the longest output is the victim, and the batch is laid out by falling length.
 """
 
-from mdi_shared.plan import Rejection
+from mdi_shared.plan import Ending
 from mdi_shared.queues import Queues
 from mdi_shared.request import Sequence
 
@@ -17,7 +17,7 @@ class DecodeBatch:
     def __init__(self) -> None:
         self.batch: list[Sequence] = []
         self.finished: list[Sequence] = []
-        self.ignored: list[Rejection] = []
+        self.ignored: list[Ending] = []
         self.preempted: list[int] = []
         self.new_blocks: dict[int, tuple[int, ...]] = {}
 
@@ -63,7 +63,7 @@ class DecodeSelection:
         stale = queues.order_is_stale or drafting
         if stale:
             queues.running.sort(key=_by_output)
-        needy = [seq for seq in queues.running if seq.tokens_needed > seq.capacity]
+        needy = [seq for seq in queues.running if seq.num_tokens + seq.inflight_total > seq.capacity]
         if drafting or len(needy) > queues.blocks.num_free:
             picked = self._serve(queues.running, out)
             picked.reverse()
@@ -74,10 +74,19 @@ class DecodeSelection:
         queues.order_is_stale = False
         if stale:
             self._laid_out = sorted(queues.running, key=_by_length)
-        elif len(self._laid_out) != len(queues.running):
-            here = {seq.seq_id for seq in queues.running}
-            self._laid_out = [seq for seq in self._laid_out if seq.seq_id in here]
+        elif out.finished or out.preempted:
+            self._laid_out = self._without_leavers(out)
         out.batch = self._laid_out
+
+    def _without_leavers(self, out: DecodeBatch) -> list[Sequence]:
+        """The last layout less those that left; a new list, for the old one is in flight."""
+        if out.preempted:
+            here = {seq.seq_id for seq in self.queues.running}
+            return [seq for seq in self._laid_out if seq.seq_id in here]
+        left = self._laid_out.copy()
+        for seq in out.finished:
+            left.remove(seq)
+        return left
 
     def _select_strict(self, out: DecodeBatch) -> None:
         """Upstream's orders: stable sorts of whatever order the last step left (§2.4)."""
@@ -86,7 +95,7 @@ class DecodeSelection:
         picked = self._serve(queues.running, out)
         picked.sort(key=lambda seq: -seq.num_tokens)
         queues.running = picked
-        out.batch = picked
+        out.batch = picked.copy()  # `running` changes while the batch is in flight
 
     def _serve(self, running: list[Sequence], out: DecodeBatch) -> list[Sequence]:
         """Serve from the end of `running`, preempt from its start; return those served."""
@@ -131,7 +140,7 @@ class DecodeSelection:
             seq.capacity = need * queues.config.block_size
 
     def _preempt(self, seq: Sequence, out: DecodeBatch) -> None:
-        rejection = self.queues.preempt(seq)
+        ending = self.queues.preempt(seq)
         out.preempted.append(seq.seq_id)
-        if rejection is not None:
-            out.ignored.append(rejection)
+        if ending is not None:
+            out.ignored.append(ending)

@@ -15,7 +15,7 @@ awaited in the next one, so that planning overlaps the device (engine-semantics 
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from mdi_shared.plan import Advance, Emission, StepOutcome, StepPlan, StepResult
+from mdi_shared.plan import Advance, Ending, StepOutcome, StepPlan, StepResult
 from mdi_shared.request import REASONS, Request, State
 from mdi_shared.scheduler import Scheduler
 from mdi_shared.vote import ANY, NONE, Ballot
@@ -74,11 +74,11 @@ class AwaitArrival:
 class Report:
     """Tell the driver what became visible; no answer.
 
-    `outcome` and `advance` describe processed steps; `emissions` alone are last words of requests
-    that left without a step (aborted or refused).
+    `outcome` is a processed step, `advance` several repeated ones. `ended` are requests that left
+    without a step: aborted, refused, or stopped by preemption.
     """
 
-    emissions: tuple[Emission, ...] = ()
+    ended: tuple[Ending, ...] = ()
     outcome: StepOutcome | None = None
     advance: Advance | None = None
 
@@ -106,7 +106,7 @@ def serve(scheduler: Scheduler, *, num_ranks: int = 1) -> Loop:
             continue
         plan = yield from _plan(scheduler, num_ranks)
         if plan.ignored:
-            yield Report(_last_words(plan))
+            yield Report(_without_aborted(plan.ignored))
         repeats, if_quiet = scheduler.repeats(plan) if num_ranks == 1 else (1, 1)
         taken = yield Launch(plan, repeats, if_quiet)
         assert isinstance(taken, int) and 1 <= taken <= if_quiet, f"{taken} of {if_quiet} steps"
@@ -124,7 +124,7 @@ def _take_news(scheduler: Scheduler) -> Loop:
         scheduler.submit(request)
     if news.aborts:
         ended = [scheduler.abort(req_id) for req_id in news.aborts]
-        yield Report(tuple(emission for emission in ended if emission is not None))
+        yield Report(tuple(ending for ending in ended if ending is not None))
 
 
 def _plan(scheduler: Scheduler, num_ranks: int) -> Generator[Effect, Answer, StepPlan]:
@@ -148,14 +148,9 @@ def _plan(scheduler: Scheduler, num_ranks: int) -> Generator[Effect, Answer, Ste
     return plan if plan is not None else scheduler.plan_idle_prefill(ballot)
 
 
-def _last_words(plan: StepPlan) -> tuple[Emission, ...]:
-    """Final emissions of requests refused or stopped by this plan; aborted ones had theirs."""
-    aborted = REASONS[State.ABORTED]
-    return tuple(
-        Emission(seq_id, (), output_len, reason)
-        for seq_id, reason, output_len in plan.ignored
-        if reason != aborted
-    )
+def _without_aborted(ignored: tuple[Ending, ...]) -> tuple[Ending, ...]:
+    """Requests refused or stopped by a plan; aborted ones were reported when it happened."""
+    return tuple(ending for ending in ignored if ending.reason != REASONS[State.ABORTED])
 
 
 def _drain(scheduler: Scheduler, keep: int = 0) -> Loop:
@@ -163,5 +158,4 @@ def _drain(scheduler: Scheduler, keep: int = 0) -> Loop:
     while scheduler.num_in_flight > keep:
         result = yield AwaitStep()
         assert isinstance(result, StepResult), result
-        outcome = scheduler.commit(result)
-        yield Report(outcome.emissions, outcome)
+        yield Report(outcome=scheduler.commit(result))

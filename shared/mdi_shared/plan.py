@@ -1,9 +1,9 @@
 """What crosses the seam between the core and a driver: immutable, JSON-able data, nothing else.
 
 A driver gets a `StepPlan`, runs it, and answers with a `StepResult`. Ids and lengths are ints,
-times are `*_ns` ints, reasons are strings. No tensors, no callbacks, no borrowed buffers.
-`StepItem` and `Emission` are named tuples rather than frozen dataclasses because a step makes one
-per sequence: a named tuple is equally immutable and four times cheaper to build.
+times are `*_ns` ints, reasons are strings. No tensors, no callbacks, no borrowed buffers. What
+there is per sequence stands in columns, one tuple each: that is what becomes device tensors and
+table columns, and a step costs no object per sequence. `StepPlan.items` shows the rows.
 
 Read next: `request.py` (life cycle), `scheduler.py` (who makes plans), `loop.py` (who runs them).
 """
@@ -20,12 +20,7 @@ STEP_KINDS = (PREFILL, DECODE, IDLE_PREFILL, IDLE_DECODE)
 
 
 class StepItem(NamedTuple):
-    """One sequence's share of a step.
-
-    `q` query rows end at context length `k`, of which `k - q` tokens were cached before. With
-    drafts in flight `k` is an upper bound; the device corrects it. The driver keeps its own copy
-    of each block table: cut it to `num_blocks - len(new_blocks)`, then append `new_blocks`.
-    """
+    """One sequence's share of a step, as a row: see the columns of `StepPlan`."""
 
     seq_id: int
     q: int
@@ -33,11 +28,11 @@ class StepItem(NamedTuple):
     slot: int
     num_blocks: int
     new_blocks: tuple[int, ...]
-    is_last_chunk: bool  # True for decode rows: the step samples a token for this sequence
+    is_last_chunk: bool  # the step samples a token for this sequence; True for decode rows
 
 
-class Rejection(NamedTuple):
-    """A sequence that left without (further) output, with what it had put out before."""
+class Ending(NamedTuple):
+    """A request's end: why, and how many output tokens it has."""
 
     seq_id: int
     reason: str
@@ -48,16 +43,31 @@ class Rejection(NamedTuple):
 class StepPlan:
     """One engine step of one rank.
 
+    Columns, one entry per sequence: `qs` query rows end at context length `ks`, of which k - q
+    tokens were cached before; with drafts in flight k is an upper bound that the device corrects.
+    `slots` are state slots, `full_lens` (prefill only) the whole prompt a chunk belongs to, which
+    after a preemption includes what was put out before. The driver keeps its own copy of each block table: cut it to
+    `num_blocks - len(new_blocks)` entries, then append `new_blocks`. `is_partial` says that the
+    last sequence's prompt goes on after this step; all others yield a token.
+
     `finished` lists sequences whose memory returns once this step's predecessor is processed;
-    `preempted` lists victims (their memory is already free). `decode_step`, `vote` and `want` are
-    the inputs of the prefill-or-decode decision, before it. Pool counters are after planning.
+    `ignored` those that left the queue; `preempted` victims (their memory is already free).
+    `decode_step`, `vote` and `want` are the inputs of the prefill-or-decode decision, before it.
+    Pool counters are after planning.
     """
 
     step: int
     kind: str
-    items: tuple[StepItem, ...]
+    seq_ids: tuple[int, ...] = ()
+    qs: tuple[int, ...] = ()
+    ks: tuple[int, ...] = ()
+    full_lens: tuple[int, ...] = ()
+    slots: tuple[int, ...] = ()
+    num_blocks: tuple[int, ...] = ()
+    new_blocks: tuple[tuple[int, ...], ...] = ()
+    is_partial: bool = False
     finished: tuple[int, ...] = ()
-    ignored: tuple[Rejection, ...] = ()
+    ignored: tuple[Ending, ...] = ()
     preempted: tuple[int, ...] = ()
     decode_step: int = 0
     vote: str = "none"  # none | all | any
@@ -66,6 +76,19 @@ class StepPlan:
     free_slots: int = 0
     num_batched_tokens: int = 0  # prefill: padded for context parallelism; decode: sum of q
     target_ns: int = 0  # step time the chunk policy aimed at; 0 = none
+
+    @property
+    def items(self) -> tuple[StepItem, ...]:
+        """The columns as rows."""
+        last = len(self.seq_ids) - 1
+        columns = zip(
+            self.seq_ids, self.qs, self.ks, self.slots, self.num_blocks, self.new_blocks,
+            strict=True,
+        )  # fmt: skip
+        return tuple(
+            StepItem(*row, is_last_chunk=not (self.is_partial and index == last))
+            for index, row in enumerate(columns)
+        )
 
     @property
     def is_prefill(self) -> bool:
@@ -77,15 +100,14 @@ class StepPlan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "StepPlan":
-        fields = dict(data)
-        fields["items"] = tuple(
-            StepItem(*[tuple(v) if isinstance(v, list) else v for v in item])
-            for item in data["items"]
-        )
-        fields["ignored"] = tuple(Rejection(*r) for r in data["ignored"])
-        fields["finished"] = tuple(data["finished"])
-        fields["preempted"] = tuple(data["preempted"])
+        fields = {name: _tuples(value) for name, value in data.items()}
+        fields["ignored"] = tuple(Ending(*ending) for ending in fields["ignored"])
         return cls(**fields)
+
+
+def _tuples(value: Any) -> Any:
+    """JSON knows lists only; plans hold tuples only."""
+    return tuple(_tuples(v) for v in value) if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,29 +121,23 @@ class StepResult:
     tokens: tuple[tuple[int, ...], ...]
 
 
-class Emission(NamedTuple):
-    """New tokens of one request, in order; `finish_reason` is set exactly once, on the last.
-
-    `output_len` counts all its output tokens so far, these included.
-    """
-
-    seq_id: int
-    tokens: tuple[int, ...]
-    output_len: int
-    finish_reason: str | None
-
-
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What processing a step changed. Counters are after processing.
+    """What processing a step made visible. Queue lengths are after processing.
 
-    `dropped` holds the indices of plan items whose rows were thrown away because the sequence had
-    finished or was preempted while the step was in flight.
+    Columns, one entry per sequence of the step: its new `tokens` in order (empty for a chunk that
+    was not the last, and for a dropped row) and its `output_lens` so far. `dropped` holds the
+    indices of rows thrown away because the sequence had finished or was preempted while the step
+    was in flight; `ended` the requests whose last token this was.
     """
 
     step: int
-    emissions: tuple[Emission, ...]
+    is_prefill: bool
+    seq_ids: tuple[int, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    output_lens: tuple[int, ...]
     dropped: tuple[int, ...]
+    ended: tuple[Ending, ...]
     n_waiting: int
     n_running: int
 

@@ -6,7 +6,7 @@ the search. At most one prompt is left partial, and it is the last of the step.
 
 from mdi_shared.blocks import Fit
 from mdi_shared.chunking import ChunkPolicy
-from mdi_shared.plan import Rejection
+from mdi_shared.plan import Ending
 from mdi_shared.queues import Queues
 from mdi_shared.request import Sequence, State
 
@@ -21,7 +21,7 @@ class PrefillBatch:
         self.qs: list[int] = []
         self.new_blocks: list[tuple[int, ...]] = []
         self.rows: list[tuple[int, int, int]] = []  # (q, k, prompt length) for the chunk policy
-        self.ignored: list[Rejection] = []
+        self.ignored: list[Ending] = []
         self.used_tokens = 0
         self.k_room = k_room  # sum of full lengths still allowed
 

@@ -9,7 +9,7 @@ from collections import deque
 
 from mdi_shared.blocks import BlockPool, Fit
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.plan import Rejection
+from mdi_shared.plan import Ending
 from mdi_shared.request import Sequence, State
 
 
@@ -19,8 +19,8 @@ class Queues:
     __slots__ = (
         "blocks",
         "config",
+        "dead_running",
         "live",
-        "num_dead_running",
         "num_dead_waiting",
         "order_is_stale",
         "running",
@@ -35,9 +35,9 @@ class Queues:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.live: dict[str, Sequence] = {}  # by request id, until finished
-        # Finished members, counted so that no step must search for them.
+        # Finished members, noted when it happens so that no step must search for them.
         self.num_dead_waiting = 0
-        self.num_dead_running = 0
+        self.dead_running: list[Sequence] = []
         self.order_is_stale = False  # somebody joined `running` since it was last sorted
 
     def fits(self, seq: Sequence) -> Fit:
@@ -75,15 +75,14 @@ class Queues:
     def join_running(self, seq: Sequence) -> None:
         self.running.append(seq)
         self.order_is_stale = True
-        self.num_dead_running += seq.is_finished
+        if seq.is_finished:
+            self.dead_running.append(seq)
 
     def take_dead_running(self) -> list[Sequence]:
         """Remove finished members of `running`; they keep their memory for now (§2.7)."""
-        if self.num_dead_running == 0:
-            return []
-        dead = [seq for seq in self.running if seq.is_finished]
-        self.running = [seq for seq in self.running if not seq.is_finished]
-        self.num_dead_running = 0
+        dead, self.dead_running = self.dead_running, []
+        for seq in dead:
+            self.running.remove(seq)
         return dead
 
     def requeue(self, seq: Sequence) -> None:
@@ -99,32 +98,32 @@ class Queues:
         else:
             self.waiting.appendleft(seq)
 
-    def preempt(self, seq: Sequence) -> Rejection | None:
+    def preempt(self, seq: Sequence) -> Ending | None:
         """Take a running sequence's memory at once; its step in flight will be dropped (§2.5).
 
-        Returns a rejection when the configuration stops preempted requests instead of
+        Returns an ending when the configuration stops preempted requests instead of
         recomputing them.
         """
         self.release(seq)
         if self.config.stop_preempted_request:
             seq.become(State.PREEMPTED)
             self.live.pop(seq.request.req_id, None)
-            return Rejection(seq.seq_id, seq.finish_reason, seq.output_len)
+            return Ending(seq.seq_id, seq.finish_reason, seq.output_len)
         seq.reset_for_recompute()
         seq.become(State.WAITING)
         self.requeue(seq)
         return None
 
-    def drop_dead(self, seq: Sequence) -> Rejection:
+    def drop_dead(self, seq: Sequence) -> Ending:
         """Book a finished sequence out of the queue; the caller has taken it from `waiting`.
 
         Upstream forgets the memory of one that was aborted between two chunks (§2.6).
         """
         if not self.config.strict_upstream:
             self.release(seq)
-        return Rejection(seq.seq_id, seq.finish_reason, seq.output_len)
+        return Ending(seq.seq_id, seq.finish_reason, seq.output_len)
 
-    def drop_all_dead(self) -> list[Rejection]:
+    def drop_all_dead(self) -> list[Ending]:
         """Remove finished members anywhere in `waiting`."""
         if self.num_dead_waiting == 0:
             return []
@@ -133,7 +132,7 @@ class Queues:
         self.num_dead_waiting = 0
         return [self.drop_dead(seq) for seq in dead]
 
-    def reject_head(self) -> Rejection:
+    def reject_head(self) -> Ending:
         """Refuse the head for good: too long for the model, the budget or the pool."""
         seq = self.waiting.popleft()
         seq.become(State.IGNORED)
@@ -166,8 +165,8 @@ class Queues:
         for seq in list(self.waiting)[1:]:
             behind = bool(seq.block_table) and not seq.is_finished
             assert not behind or self.config.strict_upstream, "only the head may hold blocks"
-        for queue, dead in ((self.waiting, self.num_dead_waiting),
-                            (self.running, self.num_dead_running)):  # fmt: skip
-            assert dead == sum(seq.is_finished for seq in queue), "finished ones are miscounted"
+        assert self.num_dead_waiting == sum(seq.is_finished for seq in self.waiting)
+        dead = {seq.seq_id for seq in self.running if seq.is_finished}
+        assert dead == {seq.seq_id for seq in self.dead_running}, "finished ones are miscounted"
         ids = [seq.seq_id for seq in (*self.waiting, *self.running)]
         assert len(ids) == len(set(ids)), "I6: a sequence stands in two queues"

@@ -151,14 +151,14 @@ class Sequence:
         count = 0
         for token in tokens:
             count += 1
-            self.num_tokens += 1
-            self.output_len += 1
             if token in self.stop_ids:
                 self.become(State.STOPPED)
                 break
-            if self.num_tokens >= self.finish_at:
+            if self.num_tokens + count >= self.finish_at:
                 self.become(State.LENGTH_CAPPED)
                 break
+        self.num_tokens += count
+        self.output_len += count
         return count
 
     def reset_for_recompute(self) -> None:

@@ -19,8 +19,7 @@ from mdi_shared.plan import (
     IDLE_PREFILL,
     PREFILL,
     Advance,
-    Emission,
-    StepItem,
+    Ending,
     StepOutcome,
     StepPlan,
     StepResult,
@@ -35,13 +34,12 @@ from mdi_shared.vote import NONE, Ballot, rule_at, steps_to_next_vote
 class _Flight:
     """A step that was planned and not yet processed."""
 
-    __slots__ = ("is_prefill", "qs", "seqs", "step")
+    __slots__ = ("plan", "seqs", "step")
 
-    def __init__(self, step: int, *, is_prefill: bool, seqs: list[Sequence], qs: list[int]) -> None:
-        self.step = step
-        self.is_prefill = is_prefill
-        self.seqs = seqs
-        self.qs = qs
+    def __init__(self, plan: StepPlan, seqs: list[Sequence]) -> None:
+        self.plan = plan
+        self.seqs = seqs  # not to be changed: the decode selection hands out the same list again
+        self.step = plan.step  # moves on when the plan is repeated
 
 
 class Scheduler:
@@ -84,11 +82,11 @@ class Scheduler:
         self.queues.waiting.append(seq)
         return seq.seq_id
 
-    def abort(self, req_id: str) -> Emission | None:
+    def abort(self, req_id: str) -> Ending | None:
         """End a request; its memory returns with the next decode step and a token in flight drops.
 
-        Returns its last emission, or None when there is no such live request. (Upstream gives no
-        final output to an aborted running request; a caller waiting for it would wait for ever.)
+        Returns its ending, or None when there is no such live request. (Upstream gives no final
+        output to an aborted running request; a caller waiting for it would wait for ever.)
         """
         seq = self.queues.live.pop(req_id, None)
         if seq is None:
@@ -96,9 +94,9 @@ class Scheduler:
         if seq.state is State.WAITING:
             self.queues.num_dead_waiting += 1
         else:
-            self.queues.num_dead_running += 1
+            self.queues.dead_running.append(seq)
         seq.become(State.ABORTED)
-        return Emission(seq.seq_id, (), seq.output_len, seq.finish_reason)
+        return Ending(seq.seq_id, seq.finish_reason, seq.output_len)
 
     def has_unfinished(self) -> bool:
         """Say whether a further step is due, if only to return memory."""
@@ -150,82 +148,72 @@ class Scheduler:
         self.num_preempted += len(chosen.preempted)
         self._to_release += chosen.finished
         rows = 1 + self.config.num_draft_tokens
-        items = tuple(
-            [
-                StepItem(
-                    seq.seq_id,
-                    rows,
-                    seq.cached + seq.inflight_total + rows,
-                    seq.slot,
-                    len(seq.block_table),
-                    new_blocks.get(seq.seq_id, ()),
-                    True,
-                )
-                for seq in batch
-            ]
-        )
-        plan = self._new_plan(
-            DECODE if batch else IDLE_DECODE,
-            items,
-            ballot,
+        plan = StepPlan(
+            step=self._next_step(),
+            kind=DECODE if batch else IDLE_DECODE,
+            seq_ids=tuple([seq.seq_id for seq in batch]),
+            qs=(rows,) * len(batch),
+            ks=tuple([seq.cached + seq.inflight_total + rows for seq in batch]),
+            slots=tuple([seq.slot for seq in batch]),
+            num_blocks=tuple([len(seq.block_table) for seq in batch]),
+            new_blocks=tuple([new_blocks.get(seq.seq_id, ()) for seq in batch]),
             finished=tuple([seq.seq_id for seq in chosen.finished]),
             ignored=tuple(chosen.ignored),
             preempted=tuple(chosen.preempted),
-            num_batched_tokens=rows * len(batch),
-        )
-        self._check_progress(plan)
-        self._take_off(is_prefill=False, seqs=list(batch), qs=[rows] * len(batch))
-        self.decode_step += 1
-        return plan
-
-    def _plan_prefill(self, batch: PrefillBatch, ballot: Ballot) -> StepPlan:
-        items = tuple(
-            StepItem(
-                seq.seq_id, q, seq.cached + q, seq.slot, len(seq.block_table), new,
-                seq.chunk_rest == 0,
-            )
-            for seq, q, new in zip(batch.picked, batch.qs, batch.new_blocks, strict=True)
-        )  # fmt: skip
-        plan = self._new_plan(
-            PREFILL if items else IDLE_PREFILL,
-            items,
-            ballot,
-            ignored=tuple(batch.ignored),
-            num_batched_tokens=batch.used_tokens,
-            target_ns=self.policy.target_ns,
-        )
-        self._take_off(is_prefill=True, seqs=batch.picked, qs=batch.qs)
-        self.decode_step = 0
-        self._idle_turns = 0
-        return plan
-
-    def _new_plan(
-        self, kind: str, items: tuple[StepItem, ...], ballot: Ballot, **fields: object
-    ) -> StepPlan:
-        self.step += 1
-        return StepPlan(
-            step=self.step,
-            kind=kind,
-            items=items,
             decode_step=self.decode_step,
             vote=ballot.rule,
             want=ballot.want,
             free_blocks=self.queues.blocks.num_free,
             free_slots=self.queues.slots.num_free,
-            **fields,  # type: ignore[arg-type]
+            num_batched_tokens=rows * len(batch),
         )
+        self._check_progress(plan)
+        self._take_off(_Flight(plan, batch))
+        self.decode_step += 1
+        return plan
 
-    def _take_off(self, *, is_prefill: bool, seqs: list[Sequence], qs: list[int]) -> None:
+    def _plan_prefill(self, batch: PrefillBatch, ballot: Ballot) -> StepPlan:
+        picked = batch.picked
+        plan = StepPlan(
+            step=self._next_step(),
+            kind=PREFILL if picked else IDLE_PREFILL,
+            seq_ids=tuple(seq.seq_id for seq in picked),
+            qs=tuple(batch.qs),
+            ks=tuple(seq.cached + q for seq, q in zip(picked, batch.qs, strict=True)),
+            full_lens=tuple(seq.num_tokens for seq in picked),
+            slots=tuple(seq.slot for seq in picked),
+            num_blocks=tuple(len(seq.block_table) for seq in picked),
+            new_blocks=tuple(batch.new_blocks),
+            is_partial=bool(picked) and picked[-1].chunk_rest > 0,
+            ignored=tuple(batch.ignored),
+            decode_step=self.decode_step,
+            vote=ballot.rule,
+            want=ballot.want,
+            free_blocks=self.queues.blocks.num_free,
+            free_slots=self.queues.slots.num_free,
+            num_batched_tokens=batch.used_tokens,
+            target_ns=self.policy.target_ns,
+        )
+        self._take_off(_Flight(plan, picked))
+        self.decode_step = 0
+        self._idle_turns = 0
+        return plan
+
+    def _next_step(self) -> int:
+        self.step += 1
+        return self.step
+
+    def _take_off(self, flight: _Flight) -> None:
         """Advance the sequences as if the step were done, up to what it will emit (§1.3)."""
         most = 1 + self.config.num_draft_tokens
-        for seq in seqs:
+        for seq in flight.seqs:
             seq.inflight_total += most
-        self._flights.append(_Flight(self.step, is_prefill=is_prefill, seqs=seqs, qs=qs))
+        self._flights.append(flight)
 
     def _check_progress(self, plan: StepPlan) -> None:
         """Raise when this and every later step is an empty decode although requests wait."""
         queues = self.queues
-        if plan.items or plan.finished or plan.ignored or plan.preempted or not queues.waiting:
+        if plan.seq_ids or plan.finished or plan.ignored or plan.preempted or not queues.waiting:
             self._idle_turns = 0
             return
         head = queues.waiting[0]
@@ -255,66 +243,84 @@ class Scheduler:
         Rows of sequences that finished or were preempted meanwhile are dropped.
         """
         flight = self._flights.popleft()
-        assert len(result.tokens) == len(flight.seqs), (
-            f"step {flight.step} has {len(flight.seqs)} items, its result {len(result.tokens)}"
+        plan, seqs, tokens = flight.plan, flight.seqs, result.tokens
+        assert len(tokens) == len(seqs), (
+            f"step {flight.step} has {len(seqs)} sequences, its result {len(tokens)}"
         )
-        emissions: list[Emission] = []
-        dropped: list[int] = []
-        if flight.is_prefill:
-            self._commit_prefill(flight, result, emissions, dropped)
-        else:
-            self._commit_decode(flight, result, emissions, dropped)
+        ended: list[Ending] = []
+        commit = self._commit_prefill if plan.is_prefill else self._commit_decode
+        cut = commit(flight, tokens, ended)
+        if cut:
+            visible = list(tokens)
+            for index, count in cut.items():
+                visible[index] = visible[index][:count]
+            tokens = tuple(visible)
         return StepOutcome(
             step=flight.step,
-            emissions=tuple(emissions),
-            dropped=tuple(dropped),
+            is_prefill=plan.is_prefill,
+            seq_ids=plan.seq_ids,
+            tokens=tokens,
+            output_lens=tuple([seq.output_len for seq in seqs]),
+            dropped=tuple(index for index, count in cut.items() if count == 0),
+            ended=tuple(ended),
             n_waiting=len(self.queues.waiting),
             n_running=len(self.queues.running),
         )
 
     def _commit_prefill(
-        self, flight: _Flight, result: StepResult, emissions: list[Emission], dropped: list[int]
-    ) -> None:
-        for index, (seq, q) in enumerate(zip(flight.seqs, flight.qs, strict=True)):
+        self, flight: _Flight, tokens: tuple[tuple[int, ...], ...], ended: list[Ending]
+    ) -> dict[int, int]:
+        """Book a prefill step; return the rows not fully visible and how much of them is."""
+        cut: dict[int, int] = {}
+        for index, (seq, q) in enumerate(zip(flight.seqs, flight.plan.qs, strict=True)):
             seq.inflight_total = 0
             if seq.is_finished:
-                dropped.append(index)
+                cut[index] = 0
                 self.queues.join_running(seq)  # the next decode step frees it
                 continue
             seq.cached += q
             if seq.cached < seq.num_tokens:  # a chunk that was not the last
                 self.queues.waiting.appendleft(seq)
                 continue
-            tokens = result.tokens[index]
-            assert len(tokens) == 1, f"{len(tokens)} tokens from the last chunk of a prompt"
-            seq.extend(tokens)
+            new = tokens[index]
+            assert len(new) == 1, f"{len(new)} tokens from the last chunk of a prompt"
+            seq.extend(new)
             seq.num_drafts = self.config.num_draft_tokens
             self.queues.join_running(seq)
-            emissions.append(self._emission(seq, tokens))
+            if seq.is_finished:
+                ended.append(self._end(seq))
+        return cut
 
     def _commit_decode(
-        self, flight: _Flight, result: StepResult, emissions: list[Emission], dropped: list[int]
-    ) -> None:
+        self, flight: _Flight, tokens: tuple[tuple[int, ...], ...], ended: list[Ending]
+    ) -> dict[int, int]:
+        """Book a decode step; return the rows not fully visible and how much of them is."""
+        cut: dict[int, int] = {}
         rows = 1 + self.config.num_draft_tokens
-        for index, (seq, tokens) in enumerate(zip(flight.seqs, result.tokens, strict=True)):
-            if seq.state is not State.RUNNING:  # finished, or preempted and its counters reset
-                dropped.append(index)
+        running = State.RUNNING
+        for index, seq in enumerate(flight.seqs):
+            if seq.state is not running:  # finished, or preempted and its counters reset
+                cut[index] = 0
                 continue
+            new = tokens[index]
+            assert 1 <= len(new) <= rows, f"{len(new)} tokens from {rows} rows"
             seq.inflight_total -= rows
-            assert 1 <= len(tokens) <= rows, f"{len(tokens)} tokens from {rows} rows"
-            emitted = seq.extend(tokens)
+            emitted = seq.extend(new)
             seq.cached += emitted  # rejected drafts are not cached
-            if seq.state is State.RUNNING:
-                emissions.append(Emission(seq.seq_id, tokens, seq.output_len, None))
-            else:
-                self.queues.num_dead_running += 1
-                emissions.append(self._emission(seq, tokens[:emitted]))
+            if seq.state is not running:
+                self.queues.dead_running.append(seq)
+                ended.append(self._end(seq))
+                if emitted < len(new):
+                    cut[index] = emitted
+        return cut
 
-    def _emission(self, seq: Sequence, tokens: tuple[int, ...]) -> Emission:
-        if not seq.is_finished:
-            return Emission(seq.seq_id, tokens, seq.output_len, None)
+    def _end(self, seq: Sequence) -> Ending:
         self.queues.live.pop(seq.request.req_id, None)
-        return Emission(seq.seq_id, tokens, seq.output_len, seq.finish_reason)
+        return Ending(seq.seq_id, seq.finish_reason, seq.output_len)
+
+    def unfinished(self) -> tuple[tuple[int, int], ...]:
+        """Return (sequence id, output tokens so far) of every live request."""
+        return tuple((seq.seq_id, seq.output_len) for seq in self.queues.live.values())
 
     def release(self) -> None:
         """Return the memory of sequences the newest plan listed as finished (§2.7)."""
@@ -362,9 +368,8 @@ class Scheduler:
             seq.output_len += count
             seq.cached += count
         if len(self._flights) > 1:
-            self._flights[0] = _Flight(
-                self.step + count - 1, is_prefill=False, seqs=batch, qs=flight.qs
-            )
+            self._flights[0] = _Flight(flight.plan, batch)
+            self._flights[0].step = self.step + count - 1
         self.step += count
         flight.step = self.step
         self.decode_step += count
@@ -379,9 +384,8 @@ class Scheduler:
 
     def _drop_rows(self, flight: _Flight) -> tuple[int, ...]:
         """Find the rows of a decode step whose sequences have left since."""
-        return tuple(
-            index for index, seq in enumerate(flight.seqs) if seq.state is not State.RUNNING
-        )
+        running = State.RUNNING
+        return tuple([i for i, seq in enumerate(flight.seqs) if seq.state is not running])
 
     def check_integrity(self) -> None:
         """Assert the invariants of engine-semantics §1.5 that hold between engine steps."""

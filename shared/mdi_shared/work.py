@@ -8,7 +8,7 @@ Read next: `pairs.py` and `flops.py` (the formulas), `traffic.py` (bytes), `cost
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -66,26 +66,15 @@ def decode_work(shape: ModelShape, contexts: Iterable[int], q: int = 1) -> StepW
     return _sum_work(shape, ((q, k, k) for k in contexts), is_prefill=False)
 
 
-def step_work(
-    shape: ModelShape, plan: StepPlan, prompt_lens: Mapping[int, int] | None = None
-) -> StepWork:
-    """Return the work of a plan; without items it is the placeholder row q = k = 1 (§10).
-
-    `prompt_lens` maps seq_id to the full prompt length. Only bounded replay needs it: raises
-    `ConfigError` when it is left out, or lacks a sequence, while `shape` has that on.
-    """
-    if not plan.items:
+def step_work(shape: ModelShape, plan: StepPlan) -> StepWork:
+    """Return the work of a plan; an idle rank runs the placeholder row q = k = 1 (§10)."""
+    if not plan.seq_ids:
         return prefill_work(shape, [(1, 1, 1)]) if plan.is_prefill else decode_work(shape, [1])
-    if not plan.is_prefill:
-        return _sum_work(shape, ((i.q, i.k, i.k) for i in plan.items), is_prefill=False)
-    if shape.replay_keep_tokens == 0:
-        return prefill_work(shape, ((i.q, i.k, i.k) for i in plan.items))
-    known = prompt_lens if prompt_lens is not None else {}
-    for item in plan.items:
-        if item.seq_id not in known:
-            raise ConfigError("prompt_lens", prompt_lens, "bounded replay needs the full prompt "
-                              f"length of sequence {item.seq_id}")  # fmt: skip
-    return prefill_work(shape, ((i.q, i.k, known[i.seq_id]) for i in plan.items))
+    if plan.is_prefill:
+        return prefill_work(shape, zip(plan.qs, plan.ks, plan.full_lens, strict=True))
+    if max(plan.qs) == 1:
+        return DecodeWork(shape, plan.ks).at(0)
+    return _sum_work(shape, zip(plan.qs, plan.ks, plan.ks, strict=True), is_prefill=False)
 
 
 def add_work(a: StepWork, b: StepWork) -> StepWork:
@@ -225,10 +214,10 @@ class _CappedGroups:
     def _recount(self, below: int) -> None:
         """Sum over the first `below` contexts, which are under the cap, for j = 0..ratio - 1."""
         ratio, shift = self._ratio, self._shift
-        total, counts = 0, [0] * ratio
-        for k in self._contexts[:below]:
-            total += (k + shift) // ratio
-            counts[(k + shift) % ratio] += 1
+        members = self._contexts[:below]
+        places = [(k + shift) % ratio for k in members]
+        counts = [places.count(place) for place in range(ratio)]
+        total = (sum(members) + shift * below - sum(places)) // ratio
         # One more token completes a group for those at the last place of theirs.
         self._by_phase = list(accumulate(counts[:0:-1], initial=total))
         self._below = below

@@ -27,7 +27,7 @@ from mdi_shared.plan import StepPlan, StepResult
 from mdi_shared.request import Request
 from mdi_shared.scheduler import Scheduler
 from mdi_shared.shape import ModelShape
-from mdi_shared.work import DecodeWork, StepWork, prefill_work, step_work
+from mdi_shared.work import DecodeWork, StepWork, step_work
 from mdi_sim.group import DeviceStep, Group, Waits
 from mdi_sim.outcomes import Outcomes
 from mdi_sim.source import Source
@@ -39,13 +39,12 @@ class TimeIsUp(Exception):  # noqa: N818 - not an error: the run has reached its
 
 
 class _Flight:
-    """A launched step: its plan, how many repetitions later it is, and when its device ends."""
+    """A launched step: its plan and when its device ends."""
 
-    __slots__ = ("plan", "shift", "step")
+    __slots__ = ("plan", "step")
 
-    def __init__(self, plan: StepPlan, shift: int, step: DeviceStep) -> None:
+    def __init__(self, plan: StepPlan, step: DeviceStep) -> None:
         self.plan = plan
-        self.shift = shift
         self.step = step
 
 
@@ -85,7 +84,6 @@ class RankDriver:
         self.until_ns = until_ns
         self.fast_forward = fast_forward
         self.on_progress = on_progress
-        self.prompt_lens: list[int] = []  # by sequence id: what a full prompt of it holds
         self.poll_ns = 0
         self.wait_ns = 0  # spent at barriers since the last poll
         self._flights: deque[_Flight] = deque()
@@ -138,7 +136,6 @@ class RankDriver:
         for row in self.source.take(self.now):
             request, stop = self.request_of(row)
             seq_id = self.recorder.submitted(row)
-            self.prompt_lens.append(request.prompt_len)
             if stop is not None:
                 self.outcomes.stops[seq_id] = stop
             arrivals.append(request)
@@ -161,11 +158,11 @@ class RankDriver:
 
     def _launch(self, effect: Launch) -> Generator[simpy.Event, None, int]:
         plan, host = effect.plan, self.cost.host
-        n = len(plan.items)
+        n = len(plan.seq_ids)
         planned = self.now + host.schedule(n)
         yield from self._sleep_until(planned + host.launch(n))
         if plan.is_prefill or not self.fast_forward or effect.repeats_if_quiet == 1:
-            self._take_off(plan, self._work(plan), planned, self.now)
+            self._take_off(plan, step_work(self.shape, plan), planned, self.now)
             return 1
         return (yield from self._launch_many(effect, planned))
 
@@ -173,42 +170,38 @@ class RankDriver:
         flight = self._flights.popleft()
         if flight.step.end_ns < 0:
             yield flight.step.known
-        process = self.cost.host.process(len(flight.plan.items))
+        process = self.cost.host.process(len(flight.plan.seq_ids))
         yield from self._sleep_until(max(self.now, flight.step.end_ns) + process)
         self._landed(flight, self.now, process)
-        return self.outcomes.result(flight.plan, flight.shift)
+        return self.outcomes.result(flight.plan)
 
     def _report(self, report: Report) -> None:
+        if self.outcomes.needs_lengths:
+            self._note_lengths(report)
         ended = self.recorder.reported(report, self.now, self._due_waiting)
         for row in ended:
             self.source.ended(row, self.now)
         if ended and self.on_progress is not None:
             self.on_progress(len(ended))
 
+    def _note_lengths(self, report: Report) -> None:
+        lengths = self.outcomes.output_lens
+        if report.outcome is not None:
+            lengths.update(zip(report.outcome.seq_ids, report.outcome.output_lens, strict=True))
+        if report.advance is not None:
+            for seq_id in self._flights[-1].plan.seq_ids:
+                lengths[seq_id] += report.advance.count
+
     # ---- steps ---------------------------------------------------------------------------------
 
-    def _work(self, plan: StepPlan) -> StepWork:
-        if plan.items and plan.is_prefill:
-            return prefill_work(
-                self.shape,
-                [(item.q, item.k, self._full_len(item.seq_id, item.k)) for item in plan.items],
-            )
-        if plan.items and plan.items[0].q == 1:
-            return DecodeWork(self.shape, [item.k for item in plan.items]).at(0)
-        return step_work(self.shape, plan)
-
-    def _full_len(self, seq_id: int, k: int) -> int:
-        """Length of the prompt a chunk belongs to; a recomputed one includes its output."""
-        return max(self.prompt_lens[seq_id], k)
-
     def _take_off(
-        self, plan: StepPlan, work: StepWork, planned_ns: int, launched_ns: int, shift: int = 0
+        self, plan: StepPlan, work: StepWork, planned_ns: int, launched_ns: int, repeat: int = 0
     ) -> None:
         device_ns = self.cost.device_ns(work)
         step = self.group.launch(self.rank, launched_ns, device_ns)
-        self._flights.append(_Flight(plan, shift, step))
+        self._flights.append(_Flight(plan, step))
         times = (self.poll_ns, planned_ns, launched_ns, self.wait_ns, device_ns)
-        if shift == 0:
+        if repeat == 0:
             self.recorder.launched(plan, work, times)
         else:
             self.recorder.repeated(work, times)
@@ -222,10 +215,9 @@ class RankDriver:
 
         The same sums as single steps, without the loop and the event queue in between.
         """
-        plan, host, n = effect.plan, self.cost.host, len(effect.plan.items)
-        contexts = [item.k for item in plan.items]
-        works = DecodeWork(self.shape, contexts) if contexts else None
-        idle = None if contexts else self._work(plan)
+        plan, host, n = effect.plan, self.cost.host, len(effect.plan.seq_ids)
+        works = DecodeWork(self.shape, plan.ks) if n else None
+        idle = None if n else step_work(self.shape, plan)
         overhead, process = host.schedule(n) + host.launch(n), host.process(n)
         launched, taken = self.now, 0
         most = min(effect.repeats_if_quiet, self.outcomes.steps_before_stop(plan))
@@ -237,7 +229,7 @@ class RankDriver:
             if taken >= most:
                 break
             oldest = self._flights[0]
-            spent = process if oldest.plan is plan else host.process(len(oldest.plan.items))
+            spent = process if oldest.plan is plan else host.process(len(oldest.plan.seq_ids))
             done = max(launched, oldest.step.end_ns) + spent
             due = self.source.count_due(done)
             if (taken >= effect.repeats and due) or (

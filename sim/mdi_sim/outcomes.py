@@ -5,8 +5,7 @@ before its `max_tokens`. Draft acceptance is drawn per (seed, request, output po
 not depend on what else is in the batch.
 """
 
-from collections.abc import Callable
-
+from mdi_shared.config import SchedulerConfig
 from mdi_shared.plan import StepItem, StepPlan, StepResult
 
 _MASK = (1 << 64) - 1
@@ -27,47 +26,42 @@ class Outcomes:
     """Results of one rank's steps.
 
     `stops` maps a sequence to the output length at which its model says end of sequence; sequences
-    that run to `max_tokens` are absent. `output_len` tells how much a sequence has put out when
-    the step is processed: with drafts in flight the plan does not know.
+    that run to `max_tokens` are absent. `output_lens` holds what each sequence had put out when
+    the newest step was processed; the driver keeps it up to date while `needs_lengths`.
     """
 
-    __slots__ = ("_accept_rate", "_eos", "_output_len", "_seed", "stops")
+    __slots__ = ("_accept_rate", "_drafting", "_eos", "_seed", "output_lens", "stops")
 
-    def __init__(
-        self, *, eos_token_id: int, seed: int, accept_rate: float, output_len: Callable[[int], int]
-    ) -> None:
+    def __init__(self, *, config: SchedulerConfig, seed: int, accept_rate: float) -> None:
         self.stops: dict[int, int] = {}
-        self._eos = eos_token_id
+        self.output_lens: dict[int, int] = {}
+        self._eos = config.eos_token_id
+        self._drafting = config.num_draft_tokens > 0
         self._seed = seed
         self._accept_rate = accept_rate
-        self._output_len = output_len
 
-    def result(self, plan: StepPlan, shift: int = 0) -> StepResult:
-        """Make the result of `plan`, or of its repetition `shift` steps later."""
-        items = plan.items
-        if not self.stops and not (items and items[0].q > 1 and not plan.is_prefill):
-            one = ((0,),) * len(items)
-            if not plan.is_prefill or all(item.is_last_chunk for item in items):
-                return StepResult(one)
-        return StepResult(tuple([self._tokens(plan, item) for item in items]))
+    @property
+    def needs_lengths(self) -> bool:
+        return self._drafting or bool(self.stops)
+
+    def result(self, plan: StepPlan) -> StepResult:
+        """Make the result of `plan`, or of any of its repetitions."""
+        if not self.needs_lengths:
+            tokens: tuple[tuple[int, ...], ...] = ((0,),) * len(plan.seq_ids)
+            return StepResult((*tokens[:-1], ()) if plan.is_partial else tokens)
+        return StepResult(tuple([self._tokens(plan, item) for item in plan.items]))
 
     def steps_before_stop(self, plan: StepPlan) -> int:
         """Count the repetitions of `plan` up to the one that processes somebody's last token."""
-        if not self.stops:
+        stops, done = self.stops, self.output_lens
+        if not stops:
             return 1 << 30
-        return min(
-            [
-                self.stops[item.seq_id] - self._output_len(item.seq_id)
-                for item in plan.items
-                if item.seq_id in self.stops
-            ],
-            default=1 << 30,
-        )
+        return min([stops[i] - done.get(i, 0) for i in plan.seq_ids if i in stops], default=1 << 30)
 
     def _tokens(self, plan: StepPlan, item: StepItem) -> tuple[int, ...]:
         if not item.is_last_chunk:
             return ()
-        done = self._output_len(item.seq_id)
+        done = self.output_lens.get(item.seq_id, 0)
         count = 1 if plan.is_prefill else 1 + self._accepted(item, done)
         tokens = [0] * count
         stop = self.stops.get(item.seq_id)

@@ -68,19 +68,16 @@ def simulate(
     env = simpy.Environment()
     group = Group(env, ranks)
     sources = [Source(arrivals) for arrivals in workload.arrivals]
-    recorders = [RankRecorder(rank) for rank in range(ranks)]
+    schedulers = [Scheduler(config, make_policy(config, shape, cost)) for _ in range(ranks)]
+    drafting = config.num_draft_tokens > 0
+    recorders = [RankRecorder(rank, drafting=drafting) for rank in range(ranks)]
     for rank, recorder in enumerate(recorders):
         driver = RankDriver(
             rank,
             group=group,
-            scheduler=Scheduler(config, make_policy(config, shape, cost)),
+            scheduler=schedulers[rank],
             sources=sources,
-            outcomes=Outcomes(
-                eos_token_id=config.eos_token_id,
-                seed=seed,
-                accept_rate=draft_accept_rate,
-                output_len=recorder.output_len,
-            ),
+            outcomes=Outcomes(config=config, seed=seed, accept_rate=draft_accept_rate),
             recorder=recorder,
             request_of=workload.request,
             shape=shape,
@@ -95,6 +92,9 @@ def simulate(
         env.run()
     except TimeIsUp:
         reason = f"time limit of {until_s:g} s"
+    for recorder, finished in zip(recorders, schedulers, strict=True):
+        pool = (finished.queues.blocks.num_free, finished.queues.slots.num_free)
+        recorder.closed(finished.unfinished(), pool)
     return build_run(
         recorders,
         trace,

@@ -18,7 +18,7 @@ from mdi_shared.loop import (
     Vote,
     serve,
 )
-from mdi_shared.plan import StepItem, StepPlan, StepResult
+from mdi_shared.plan import Ending, StepItem, StepPlan, StepResult
 from mdi_shared.request import Request
 from mdi_shared.scheduler import Scheduler
 from mdi_shared.vote import decide
@@ -64,22 +64,29 @@ class Turn:
 
     @property
     def emitted(self) -> dict[str, int]:
-        """Tokens that became visible in this turn, by request."""
+        """Tokens that became visible in this turn, by request; rows without any are left out."""
         out: dict[str, int] = {}
         for report in self.reports:
-            for e in report.emissions:
-                name = self.names[e.seq_id]
-                out[name] = out.get(name, 0) + len(e.tokens)
+            if report.outcome is not None:
+                columns = zip(report.outcome.seq_ids, report.outcome.tokens, strict=True)
+                for seq_id, tokens in columns:
+                    if tokens:
+                        name = self.names[seq_id]
+                        out[name] = out.get(name, 0) + len(tokens)
         return out
 
     @property
     def reasons(self) -> dict[str, str]:
-        return {
-            self.names[e.seq_id]: e.finish_reason
-            for report in self.reports
-            for e in report.emissions
-            if e.finish_reason
-        }
+        return {self.names[e.seq_id]: e.reason for e in endings(self.reports)}
+
+
+def endings(reports: list[Report]) -> list[Ending]:
+    """All endings of these reports, in order."""
+    out: list[Ending] = []
+    for report in reports:
+        out += report.ended
+        out += report.outcome.ended if report.outcome is not None else ()
+    return out
 
 
 class ScriptedRank:
@@ -180,8 +187,11 @@ class ScriptedRank:
 
     def _note(self, report: Report) -> None:
         self.reports.append(report)
-        for emission in report.emissions:
-            self.output_len[self.names[emission.seq_id]] = emission.output_len
+        for ending in endings([report]):
+            self.output_len[self.names[ending.seq_id]] = ending.output_len
+        if report.outcome is not None:
+            columns = zip(report.outcome.seq_ids, report.outcome.output_lens, strict=True)
+            self.output_len.update((self.names[seq_id], count) for seq_id, count in columns)
         if report.advance is not None:
             for item in self.turns[-1].plan.items:
                 name = self.names[item.seq_id]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from mdi_shared.errors import DeadlockError
-from tests.shared.script import ScriptedRank, play_group_ranks, request, toy
+from tests.shared.script import ScriptedRank, endings, play_group_ranks, request, toy
 
 MOST_STEPS = 3_000
 WORKLOADS = settings(max_examples=700, deadline=None, derandomize=True)
@@ -83,18 +83,12 @@ def ended(rank):
     assert queues.blocks.num_free == queues.blocks.num_total - 1, "blocks are missing"
     assert queues.slots.num_free == queues.slots.num_total - 1, "slots are missing"
     reasons: Counter = Counter()
-    for report in [*rank.early, *[r for t in rank.turns for r in t.reports]]:
-        for emission in report.emissions:
-            if emission.finish_reason is not None:
-                reasons[rank.names[emission.seq_id], emission.finish_reason] += 1
+    for ending in endings([*rank.early, *[r for t in rank.turns for r in t.reports]]):
+        reasons[rank.names[ending.seq_id], ending.reason] += 1
     names = [name for name, _ in reasons]
     assert sorted(names) == sorted(rank.names.values()), "a request is lost"
     assert set(reasons.values()) <= {1}, "a request ended twice"
-    return dict(names_and_reasons(reasons))
-
-
-def names_and_reasons(reasons):
-    return [(name, reason) for name, reason in reasons]
+    return dict(reasons.keys())
 
 
 def check_outputs(rank, script, stops):

@@ -14,7 +14,7 @@ from mdi_shared.pairs import (
     pairs,
     window_pairs,
 )
-from mdi_shared.plan import DECODE, IDLE_DECODE, IDLE_PREFILL, PREFILL, StepItem, StepPlan
+from mdi_shared.plan import DECODE, IDLE_DECODE, IDLE_PREFILL, PREFILL, StepPlan
 from mdi_shared.shape import TINY, V41_FLASH
 from mdi_shared.work import DecodeWork, StepWork, add_work, decode_work, prefill_work, step_work
 
@@ -263,9 +263,12 @@ def test_a_batch_needs_a_sequence():
 # ---- plans -------------------------------------------------------------------------------------
 
 
-def plan_of(kind, *rows):
-    items = tuple(StepItem(i, q, k, 1 + i, 8, (), True) for i, (q, k) in enumerate(rows))
-    return StepPlan(1, kind, items)
+def plan_of(kind, *rows, full_lens=None):
+    ks = tuple(k for _, k in rows)
+    return StepPlan(
+        step=1, kind=kind, seq_ids=tuple(range(len(rows))), qs=tuple(q for q, _ in rows), ks=ks,
+        full_lens=full_lens if full_lens is not None else ks,
+    )  # fmt: skip
 
 
 def test_plans_by_kind():
@@ -281,13 +284,10 @@ def test_an_idle_rank_runs_one_placeholder_row():
     assert step_work(TINY, plan_of(IDLE_DECODE)) == decode_work(TINY, [1])
 
 
-def test_bounded_replay_needs_prompt_lengths():
-    plan = plan_of(PREFILL, (64, 64), (200, 300))
+def test_bounded_replay_counts_from_the_end_of_the_whole_prompt():
+    plan = plan_of(PREFILL, (64, 64), (200, 300), full_lens=(500, 300))
     expected = prefill_work(TINY_REPLAY, [(64, 64, 500), (200, 300, 300)])
-    assert step_work(TINY_REPLAY, plan, {0: 500, 1: 300}) == expected
-    for lens in (None, {0: 500}):
-        with pytest.raises(ConfigError, match="prompt_lens"):
-            step_work(TINY_REPLAY, plan, lens)
+    assert step_work(TINY_REPLAY, plan) == expected
 
 
 def test_step_work_is_a_flat_tuple_of_ints():

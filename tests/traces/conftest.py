@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from mdi_traces.requests import RequestTrace, build_requests
 from mdi_traces.run import Run
-from mdi_traces.schema import ITEM_SCHEMA, STEP_SCHEMA, Metadata
+from mdi_traces.schema import ITEM_SCHEMA, REQUEST_SCHEMA, STEP_SCHEMA, Metadata
 
 
 @pytest.fixture
@@ -46,8 +46,6 @@ def table_of(rows: list[dict], schema: pa.Schema) -> pa.Table:
 
 def trace_of(**columns) -> RequestTrace:
     """A trace of columns given as lists."""
-    from mdi_traces.schema import REQUEST_SCHEMA
-
     arrays = {
         name: pa.array(values, type=REQUEST_SCHEMA.field(name).type)
         for name, values in columns.items()
@@ -91,7 +89,9 @@ REQUESTS = [
 CONFIG = {"scheduler": {"num_blocks": 10, "max_num_seqs": 4, "state_slot_ratio": 1.0}}
 
 
-def make_run(*, steps=None, items=None, requests=None, config=CONFIG, ranks=1) -> Run:
+def make_run(
+    *, steps=None, items=None, requests=None, config=CONFIG, ranks=1, left=(9, 4)
+) -> Run:
     """Return the sound run above, with changes: {row: {column: value}} per table."""
 
     def changed(rows, changes):
@@ -105,8 +105,11 @@ def make_run(*, steps=None, items=None, requests=None, config=CONFIG, ranks=1) -
                 "rank": rank, "step": number, "n_tokens_padded": row["n_tokens"], "t_sched": t,
                 "t_launch": t + 10, "t_dev_start": t + 20, "t_dev_end": t + 80, "t_done": t + 90,
                 **(row if rank == 0 else
-                   {"kind": f"idle_{row['kind']}" if row["n_seqs"] else "flush"}),
+                   {"kind": f"idle_{row['kind']}" if row["n_seqs"] else "flush",
+                    "free_blocks": 9, "free_slots": 4}),
             })  # fmt: skip
+    config = {**config, "left_free": {"free_blocks": [left[0]] * ranks,
+                                      "free_slots": [left[1]] * ranks}}  # fmt: skip
     item_rows = [{**row, "cached": row["k"] - row["q"]} for row in ITEMS]
     return Run(
         table_of(changed(step_rows, steps), STEP_SCHEMA),

@@ -1,4 +1,4 @@
-"""Each public format, from small samples written by hand, and what is wrong with bad ones."""
+"""Each public format, from small samples written by hand."""
 
 import pytest
 from mdi_shared.errors import ConfigError, TraceError
@@ -6,76 +6,16 @@ from mdi_traces.distributions import Burst, Poisson
 from mdi_traces.formats import FORMATS, detect_format, load_requests
 
 from .conftest import trace_of
-
-MOONCAKE = (
-    '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}\n'
-    '{"timestamp": 1500, "input_length": 10, "output_length": 7, "hash_ids": [2]}\n'
+from .samples import (
+    AZURE,
+    BAILIAN,
+    BURSTGPT,
+    BURSTGPT_SESSIONS,
+    LENGTHS,
+    MOONCAKE,
+    TIMED_LENGTHS,
+    tracelab,
 )
-AZURE = (
-    "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
-    "2023-11-16 18:17:03.9799600,4808,10\r\n"
-    "2023-11-16 18:17:04.0319601,3180,8"
-)
-BURSTGPT = (
-    "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
-    "5,ChatGPT,472,18,490,Conversation log\n"
-    "45,GPT-4,0,0,0,Conversation log\n"
-    "118.5,GPT-4,417,276,693,API log\n"
-)
-BURSTGPT_SESSIONS = (
-    "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
-    "5,s1,2.5,ChatGPT,10,1,11,Conversation log\n"
-    "6,s2,9,ChatGPT,20,2,22,Conversation log\n"
-    "10,s1,1,ChatGPT,30,3,33,Conversation log\n"
-    "11,s2,1,ChatGPT,40,4,44,Conversation log\n"
-)
-BAILIAN = "".join(
-    f'{{"chat_id": {chat}, "parent_chat_id": {parent}, "timestamp": {t}, "input_length": 20, '
-    f'"output_length": 3, "type": "text", "turn": {turn}, "hash_ids": [{chat}, 9]}}\n'
-    for chat, parent, t, turn in (
-        (7, -1, 0.5, 1),
-        (8, 99, 1.25, 4),
-        (9, 7, 61.114, 2),
-        (10, 9, 70, 3),
-        (11, 99, 80, 5),
-    )  # fmt: skip
-)
-LENGTHS = "num_prefill_tokens,num_decode_tokens,num_total_tokens\n100,5,105\n200,6,206\n"
-TIMED_LENGTHS = "arrival_time_s,input_tokens,output_tokens\n0.25,100,5\n1.5,200,6\n"
-
-
-def event(kind, second, **more):
-    return {"event_type": kind, "timestamp": f"2026-06-01T05:40:{second:06.3f}Z", **more}
-
-
-def tool(emitted, wall_ms):
-    return {"emitted_at": f"2026-06-01T05:40:{emitted:06.3f}Z", "tool_wall_latency_ms": wall_ms}
-
-
-ROUNDS = [
-    # Two tools side by side: the first ends 0.2 s, the second 4 s after the round's last event.
-    dict(round_index=0, input_tokens_total=100, prefix_tokens=100, output_tokens=5,
-         timing_events=[event("user_message", 1), event("text", 3), event("tool_call", 4),
-                        event("tool_call", 5)],
-         tools=[tool(4, 1200), tool(5, 4000)]),
-    # Its request is sent a little after the last tool was done, which is not thinking.
-    dict(round_index=1, input_tokens_total=120, prefix_tokens=90, output_tokens=6,
-         timing_events=[event("tool_result", 5.2), event("tool_result", 9.1), event("text", 12)],
-         tools=[]),
-    # A person thinks from second 12 to 20.
-    dict(round_index=2, input_tokens_total=130, prefix_tokens=0, output_tokens=7,
-         timing_events=[event("user_message", 20), event("reasoning", 21)], tools=[]),
-    dict(round_index=3, input_tokens_total=130, prefix_tokens=0, output_tokens=0,
-         timing_events=[event("user_message", 30)], tools=[]),
-]  # fmt: skip
-
-
-def tracelab() -> str:
-    import json
-
-    other = {**ROUNDS[2], "session_id": "t", "round_index": 5}
-    rows = [{"session_id": "s", **r} for r in ROUNDS] + [other]
-    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def rows_of(trace, *names):
@@ -118,7 +58,7 @@ def test_burstgpt_counts_failed_calls(write):
     trace = load_requests(write(BURSTGPT))
     assert trace.table["arrival_ns"].to_pylist() == [0, 113_500_000_000]
     assert trace.table["req_id"].to_pylist() == ["0", "2"]
-    assert trace.metadata.notes == ("1 failed calls left out",)
+    assert trace.metadata.notes == ("1 failed call left out",)
 
 
 def test_burstgpt_sessions_and_think_times(write):
@@ -179,7 +119,7 @@ def test_tracelab_thinks_as_long_as_its_longest_tool(write):
         {"req_id": "t/5", "session_id": "t", "turn": 0, "think_ns": None, "cached_len": 0},
     ]  # fmt: skip
     assert trace.table["arrival_ns"].to_pylist() == [0, 8_100_000_000] + [19_000_000_000] * 2
-    assert trace.metadata.notes == ("1 rounds without output left out",)
+    assert trace.metadata.notes == ("1 silent round left out",)
 
 
 def test_own_formats_need_three_columns(write):
@@ -245,83 +185,23 @@ def test_limit_and_sort(write):
     assert len(load_requests(write(AZURE), limit=9)) == 2
     lines = BAILIAN.splitlines()
     shuffled = write("\n".join(lines[i] for i in (3, 0, 4, 2, 1)))
-    with pytest.raises(TraceError, match="row 2, column 'arrival_ns': .* sort=True"):
+    with pytest.raises(TraceError, match=r"row 2, column 'arrival_ns': .* sort=True"):
         load_requests(shuffled)
     ordered = load_requests(shuffled, sort=True)
     assert ordered.table.equals(load_requests(write(BAILIAN, "ordered")).table)
-
-
-BAD = [
-    (MOONCAKE[:-20], "row 2: is not valid JSON, perhaps cut off"),
-    (MOONCAKE.replace("600", "0"), "row 1, column 'input_length': 0 must be at least 1 token"),
-    (MOONCAKE.replace("600", "-5"), "row 1, column 'input_length': -5 must be"),
-    (MOONCAKE.replace("600", "6.5"), "row 1, column 'input_length': 6.5 is not a whole number"),
-    (MOONCAKE.replace("600", "true"), "row 1, column 'input_length': True is not a whole"),
-    (MOONCAKE.replace("600", "3000000000"), "'input_length': 3000000000 is too large"),
-    (MOONCAKE.replace("1500", "NaN"), "row 2, column 'timestamp': nan is not a time"),
-    (MOONCAKE.replace("1500", "-1"), "row 2, column 'timestamp': -1.0 must not be negative"),
-    (MOONCAKE.replace("1500", '"x"'), "row 2, column 'timestamp': 'x' is not a number"),
-    (MOONCAKE.replace("[2]", "[2.5]"), "row 2, column 'hash_ids': is not a list of whole"),
-    (MOONCAKE.replace(', "output_length": 7', ""), "row 2, column 'output_length': missing"),
-    (MOONCAKE + "\n[1]\n", "row 4: is not a JSON object"),
-    (AZURE[:-2], "row 3: has 2 fields, the header has 3: perhaps cut off"),
-    (AZURE.replace("3180", ""), "row 3, column 'ContextTokens': is empty"),
-    (AZURE.replace("3180", "nan"), "row 3, column 'ContextTokens': 'nan' is not a whole number"),
-    (AZURE.replace("3180", "0"), "row 3, column 'ContextTokens': 0 must be at least 1 token"),
-    (AZURE.replace("\r\n2023-11-16 18:17:04", "\r\n2023-13-16 18:17:04"),
-     "row 3, column 'TIMESTAMP': '2023-13-16 .*' is not a time"),
-    (AZURE.replace("9601", "9601Z"), "row 3, column 'TIMESTAMP': .* has a zone, but the first"),
-    (AZURE.replace("18:17:04", "18:17:02"), "row 3, column 'arrival_ns': 0 is earlier"),
-    (AZURE.replace("\r\n2023", "\r\n\r\n2023", 1), "row 2: has 0 fields|row 2: has 1 fields"),
-    ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no requests"),
-    (BURSTGPT.replace("118.5", "-1"), "row 4, column 'Timestamp': -1.0 must not be negative"),
-    (BURSTGPT.replace("118.5", "nan"), "row 4, column 'Timestamp': nan is not a time"),
-    (BURSTGPT.replace("417", "0"), "row 4, column 'Request tokens': 0 must be at least 1"),
-    (BURSTGPT.replace("472,18", "472,0").replace("417,276", "417,0"), "every row is a failed"),
-    (BAILIAN.replace('"chat_id": 9,', '"chat_id": 7,'), "row 3, column 'req_id': '7' is also"),
-    (TIMED_LENGTHS.replace("1.5", "inf"), "row 3, column 'arrival_time_s': inf is not a time"),
-    (tracelab().replace("2026-06-01T05:40:20.000Z", "soon"), "row 3, column 'timing_events': "),
-    ("arrival_ns,prompt_len,output_len\n0,5,x\n", "row 2, column 'output_len': 'x' is not int32"),
-    ("arrival_ns,prompt_len,output_len\n0,5,\n", "row 2, column 'output_len': is empty"),
-    ("arrival_ns,prompt_len,output_len\n0,5\n", "Expected 3 columns, got 2"),
-    ("arrival_ns,prompt_len\n0,5\n", "column 'output_len': missing; a request needs"),
-    ("arrival_ns,prompt_len,output_len,colour\n0,5,1,2\n", "column 'colour': unknown column"),
-    ('{"arrival_ns": 0, "prompt_len": 5, "output_len": 1.0}', "row 1, column 'output_len': 1.0 is"),
-    ('{"arrival_ns": 0, "prompt_len": 5, "output_len": 1, "a": 1}', "column 'a': unknown"),
-    ("", "is empty"),
-    ("\n\n", "in no known format"),
-    ("{not json\n", "row 1: is not valid JSON"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("text", "message"), BAD)
-def test_bad_files_are_one_line_naming_file_row_and_field(text, message, write):
-    with pytest.raises(TraceError, match=message) as caught:
-        load_requests(write(text))
-    assert "trace.txt" in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_files_that_are_not_text(tmp_path):
-    (tmp_path / "t").write_bytes(b"\x1f\x8b\x08\xff\xfe binary")
-    with pytest.raises(TraceError, match="not UTF-8"):
-        load_requests(tmp_path / "t")
-    (tmp_path / "t").write_bytes(MOONCAKE.encode() + b'{"timestamp": "\xff"}\n')
-    with pytest.raises(TraceError, match="not UTF-8"):
-        load_requests(tmp_path / "t")
 
 
 def test_options_a_format_cannot_honour_are_refused(write):
     path = write(MOONCAKE)
     with pytest.raises(ConfigError, match="closed_loop = True: format 'mooncake' records no"):
         load_requests(path, closed_loop=True)
-    with pytest.raises(ConfigError, match="arrivals = .*has arrival times of its own"):
+    with pytest.raises(ConfigError, match=r"arrivals = .*has arrival times of its own"):
         load_requests(path, arrivals=Burst())
     with pytest.raises(ConfigError, match="format = 'csv': must be one of mooncake, azure"):
         load_requests(path, format="csv")
     with pytest.raises(ConfigError, match="limit = 0"):
         load_requests(path, limit=0)
-    with pytest.raises(TraceError, match="row 1, column 'chat_id': missing|'timestamp'|'chat_id'"):
+    with pytest.raises(TraceError, match="row 1, column 'chat_id': missing"):
         load_requests(path, format="bailian")
     with pytest.raises(TraceError, match="not found"):
         load_requests(path.with_name("other"))

@@ -16,7 +16,8 @@ for ending in ("parquet", "jsonl", "csv"):
     trace = mdi_traces.generate_workload("chat-sessions", num_requests=30, seed=1)
     trace.scaled(2.0).save(folder / f"t.{ending}")
     mdi_traces.load_requests(folder / f"t.{ending}", sort=True)
-(folder / "azure").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\\n2023-11-16 18:17:03,1,1\\n")
+azure = "TIMESTAMP,ContextTokens,GeneratedTokens\\n2023-11-16 18:17:03,1,1\\n"
+(folder / "azure").write_text(azure)
 (folder / "mooncake").write_text('{"timestamp": 0, "input_length": 1, "output_length": 1}')
 mdi_traces.load_requests(folder / "azure")
 mdi_traces.load_requests(folder / "mooncake")

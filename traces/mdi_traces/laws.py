@@ -27,22 +27,29 @@ def _first(table: str, bad: Bools, describe: Callable[[int], str]) -> Broken | N
     return Broken(table, row, describe(row))
 
 
-def _equal(table: str, left: Ints, right: Ints, names: tuple[str, str], tables: Tables,
-           where: Bools | None = None) -> Broken | None:  # fmt: skip
-    def describe(row: int) -> str:
-        of = f" of request {tables.req_id(row)}" if table == REQUESTS else ""
-        return f"{names[0]}{of} is {left[row]}, but {names[1]} is {right[row]}"
+def _equal(
+    t: Tables,
+    table: str,
+    left: tuple[str, Ints],
+    right: tuple[str, Ints],
+    where: Bools | None = None,
+) -> Broken | None:
+    """Find the first row where two named quantities differ, among the rows `where` is True."""
+    (left_name, a), (right_name, b) = left, right
 
-    bad = left != right
-    return _first(table, bad if where is None else bad & where, describe)
+    def describe(row: int) -> str:
+        of = f" of request {t.req_id(row)}" if table == REQUESTS else ""
+        return f"{left_name}{of} is {a[row]}, but {right_name} is {b[row]}"
+
+    return _first(table, a != b if where is None else (a != b) & where, describe)
 
 
 def every_request_ends(t: Tables) -> Broken | None:
     """A request has a finish reason, or a reason why it has none, and not both."""
     reasons = t.valid("finish_reason").astype(int) + t.valid("unfinished_reason")
     return _first(REQUESTS, reasons != 1, lambda row: f"request {t.req_id(row)} has "
-                  f"{'both' if reasons[row] else 'neither'} finish_reason and "
-                  "unfinished_reason")  # fmt: skip
+                  + ("both a finish_reason and an unfinished_reason" if reasons[row] else
+                     "neither a finish_reason nor an unfinished_reason"))  # fmt: skip
 
 
 def request_times_ascend(t: Tables) -> Broken | None:
@@ -120,25 +127,22 @@ def padding_only_adds(t: Tables) -> Broken | None:
 def memory_returns(t: Tables) -> Broken | None:
     """When nothing is unfinished, a rank ends with every block and slot it began with.
 
-    The pool sizes come from the run's configuration, or else are the most the rank ever had free.
+    The last step's own memory comes back after it is recorded, so a recorder notes what is free
+    when the run is over, per rank, as `left_free` in the configuration.
     """
     if t.unfinished.any():
         raise Untestable(REQUESTS, f"{int(t.unfinished.sum())} requests are unfinished")
-    held: list[str] = []
-    for rank, rows in t.ranks():
-        last = int(rows[-1])
-        if t.ints(STEPS, "n_seqs")[last] > 0:
-            held.append(str(rank))  # its memory comes back after the step that is on record
-            continue
-        for name, configured in zip(("free_blocks", "free_slots"), _pools(t.config), strict=True):
-            free = t.ints(STEPS, name)
+    left = t.config.get("left_free")
+    names = ("free_blocks", "free_slots")
+    if not isinstance(left, Mapping) or not all(left.get(name) for name in names):
+        raise Untestable(STEPS, "the run's metadata does not say what was free at its end")
+    for name, configured in zip(names, _pools(t.config), strict=True):
+        free = t.ints(STEPS, name)
+        for (rank, rows), end in zip(t.ranks(), left[name], strict=False):
             whole = configured or int(free[rows].max())
-            if free[last] != whole:
-                return Broken(STEPS, last, f"{name} of rank {rank} ends at {free[last]}, but "
+            if end != whole:
+                return Broken(STEPS, int(rows[-1]), f"{name} of rank {rank} ends at {end}, but "
                               f"{whole} were free when nothing was held")  # fmt: skip
-    if held:
-        raise Untestable(STEPS, "the last recorded step still holds sequences on rank "
-                         + ", ".join(held))  # fmt: skip
     return None
 
 
@@ -182,9 +186,11 @@ def items_are_consistent(t: Tables) -> Broken | None:
 def step_rows_match_items(t: Tables) -> Broken | None:
     """n_tokens is the sum of q over the step's items, and n_seqs their number."""
     q = t.ints(ITEMS, "q")
-    return _equal(STEPS, t.ints(STEPS, "n_tokens"), t.per_step(q), ("n_tokens", "the sum of q"),
-                  t) or _equal(STEPS, t.ints(STEPS, "n_seqs"), t.per_step(np.ones_like(q)),
-                               ("n_seqs", "the number of items"), t)  # fmt: skip
+    rows, seqs = t.ints(STEPS, "n_tokens"), t.ints(STEPS, "n_seqs")
+    count = t.per_step(np.ones_like(q))
+    return _equal(t, STEPS, ("n_tokens", rows), ("the sum of q", t.per_step(q))) or _equal(
+        t, STEPS, ("n_seqs", seqs), ("the number of items", count)
+    )
 
 
 def prompt_tokens_are_computed(t: Tables) -> Broken | None:
@@ -192,18 +198,23 @@ def prompt_tokens_are_computed(t: Tables) -> Broken | None:
     q = t.ints(ITEMS, "q")
     if (t.completed & ~t.valid("n_recomputed_tokens")).any():
         raise Untestable(REQUESTS, "n_recomputed_tokens was not recorded")
-    prefill = (t.item_step >= 0) & (t.phase[t.item_step] == 0) if len(q) else np.zeros(0, bool)
+    on_record = t.item_step >= 0
+    prefill = np.zeros(len(q), dtype=bool)
+    prefill[on_record] = t.phase[t.item_step[on_record]] == 0
     due = t.ints(REQUESTS, "prompt_len") - t.ints(REQUESTS, "cached_len")
     due = due + t.ints(REQUESTS, "n_recomputed_tokens")
-    names = ("the number of prefill rows", "prompt_len - cached_len + n_recomputed_tokens")
-    return _equal(REQUESTS, t.per_request(np.where(prefill, q, 0)), due, names, t, t.completed)
+    computed = t.per_request(np.where(prefill, q, 0))
+    return _equal(
+        t, REQUESTS, ("the number of prefill rows", computed),
+        ("prompt_len - cached_len + n_recomputed_tokens", due), t.completed,
+    )  # fmt: skip
 
 
 def output_tokens_are_emitted(t: Tables) -> Broken | None:
     """The tokens emitted over a request's items are its output_len."""
     emitted = t.per_request(t.ints(ITEMS, "emitted"))
-    return _equal(REQUESTS, t.ints(REQUESTS, "output_len"), emitted,
-                  ("output_len", "the sum of emitted"), t)  # fmt: skip
+    output = t.ints(REQUESTS, "output_len")
+    return _equal(t, REQUESTS, ("output_len", output), ("the sum of emitted", emitted))
 
 
 Law = Callable[[Tables], Broken | None]

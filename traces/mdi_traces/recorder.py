@@ -8,7 +8,7 @@ decode steps is stored once, with a count, and spread out when the tables are ma
 from array import array
 
 from mdi_shared.loop import Report
-from mdi_shared.plan import STEP_KINDS, Emission, StepPlan
+from mdi_shared.plan import STEP_KINDS, Advance, Ending, StepOutcome, StepPlan
 from mdi_shared.vote import ALL, ANY, NONE
 from mdi_shared.work import StepWork
 
@@ -20,13 +20,13 @@ BATCH_FIELDS = (
     "row", "kind", "step", "decode_step", "vote", "want", "n_items", "n_tokens_padded",
     "n_chunked", "n_finished", "n_ignored", "n_preempted", "target_ns",
 )  # fmt: skip
-ITEM_FIELDS = ("seq_id", "q", "k", "is_last_chunk")
+ITEM_FIELDS = ("seq_id", "q", "k")
 LAUNCH_FIELDS = ("t_sched", "t_planned", "t_launch", "wait_ns", "pred_ns")
 DEVICE_FIELDS = ("t_dev_start", "t_dev_end", "t_done", "process_ns")
 OUTCOME_FIELDS = ("n_waiting", "n_running", "n_dropped", "n_accepted")
 POOL_FIELDS = ("free_blocks", "free_slots")
 REQUEST_FIELDS = (
-    "rank", "t_first_sched", "t_first_token", "t_last_token", "t_finish", "output_len",
+    "rank", "t_first_sched", "t_first_token", "t_finish", "output_len",
     "n_chunks", "n_preempt", "n_recomputed_tokens",
 )  # fmt: skip
 
@@ -41,7 +41,6 @@ class RequestLog:
         self.rank = rank
         self.t_first_sched = NOT_YET
         self.t_first_token = NOT_YET
-        self.t_last_token = NOT_YET
         self.t_finish = NOT_YET
         self.output_len = 0
         self.n_chunks = 0
@@ -58,8 +57,9 @@ class RankRecorder:
     results are processed, `reported` per report of the loop.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, *, drafting: bool = False) -> None:
         self.rank = rank
+        self.drafting = drafting  # decode steps may yield more than one token
         self.requests: list[RequestLog] = []  # by sequence id
         self.batches = array("q")
         self.items = array("q")
@@ -72,8 +72,7 @@ class RankRecorder:
         self.accepted = array("q")  # triples (row, item index, accepted drafts)
         self._num_rows = 0
         self._num_processed = 0
-        self._last_items: tuple[int, ...] = ()  # sequence ids of the newest batch
-        self._in_flight: list[tuple[int, ...]] = []
+        self.final_pool: tuple[int, int] | None = None
 
     def submitted(self, row: int) -> int:
         """Note that trace row `row` goes to the scheduler; return its sequence id there."""
@@ -82,32 +81,26 @@ class RankRecorder:
 
     def launched(self, plan: StepPlan, work: StepWork, times: tuple[int, ...]) -> None:
         """Note a planned step. `times` are `LAUNCH_FIELDS`, in ns."""
-        items = plan.items
-        ids = tuple([item.seq_id for item in items])
-        chunked = 0
+        size = len(plan.seq_ids)
         if plan.is_prefill:
-            chunked = sum(not item.is_last_chunk for item in items)
             self._note_prefill(plan, times[0])
         for seq_id in plan.preempted:
             self.requests[seq_id].n_preempt += 1
         self.batches.extend((
             self._num_rows, STEP_KINDS.index(plan.kind), plan.step, plan.decode_step,
-            VOTES.index(plan.vote), plan.want, len(items), plan.num_batched_tokens,
-            chunked, len(plan.finished), len(plan.ignored), len(plan.preempted), plan.target_ns,
+            VOTES.index(plan.vote), plan.want, size, plan.num_batched_tokens, plan.is_partial,
+            len(plan.finished), len(plan.ignored), len(plan.preempted), plan.target_ns,
         ))  # fmt: skip
-        self.items.extend(ids)
-        self.items.extend([item.q for item in items])
-        self.items.extend([item.k for item in items])
-        self.items.extend([item.is_last_chunk for item in items])
+        self.items.extend(plan.seq_ids)
+        self.items.extend(plan.qs)
+        self.items.extend(plan.ks)
         self.pools.extend((plan.free_blocks, plan.free_slots))
-        self._last_items = ids
         self.repeated(work, times)
 
     def repeated(self, work: StepWork, times: tuple[int, ...]) -> None:
         """Note one more step of the newest batch, every context one token longer."""
         self.works.extend(work)
         self.launches.extend(times)
-        self._in_flight.append(self._last_items)
         self._num_rows += 1
 
     def landed(self, start_ns: int, end_ns: int, done_ns: int, process_ns: int) -> None:
@@ -121,64 +114,67 @@ class RankRecorder:
         polling every step would have queued by then.
         """
         if report.advance is not None:
-            advance = report.advance
-            for index in advance.dropped:
-                self.dropped.extend((self._num_processed, index))
-            for i, free in enumerate(advance.free_blocks):
-                dropped = len(advance.dropped) if i == 0 else 0
-                waiting = advance.n_waiting + due_waiting[i - 1] if i else advance.n_waiting
-                self.outcomes.extend((waiting, advance.n_running, dropped, 0))
-                self.pools.extend((free, advance.free_slots))
-            self._num_processed += advance.count
-            del self._in_flight[: advance.count]
-        ended = self._note_emissions(report.emissions, now_ns)
-        outcome = report.outcome
-        if outcome is not None:
-            ids = self._in_flight.pop(0)
-            for index in outcome.dropped:
-                self.dropped.extend((self._num_processed, index))
-            accepted = self._note_accepted(ids, outcome.emissions)
-            waiting = outcome.n_waiting + (due_waiting[-1] if due_waiting else 0)
-            self.outcomes.extend((waiting, outcome.n_running, len(outcome.dropped), accepted))
-            self._num_processed += 1
-        return ended
+            self._note_advance(report.advance, due_waiting)
+        ended = report.ended
+        if report.outcome is not None:
+            self._note_outcome(report.outcome, now_ns, due_waiting[-1] if due_waiting else 0)
+            ended += report.outcome.ended
+        return [self._note_end(ending, now_ns) for ending in ended]
 
-    def output_len(self, seq_id: int) -> int:
-        """Output tokens a sequence had at its newest report."""
-        return self.requests[seq_id].output_len
+    def closed(self, unfinished: tuple[tuple[int, int], ...], pool: tuple[int, int]) -> None:
+        """Note the end of the run: (sequence id, output tokens) of live requests, free ids left.
+
+        `pool` are `POOL_FIELDS`.
+        """
+        for seq_id, output_len in unfinished:
+            self.requests[seq_id].output_len = output_len
+        self.final_pool = pool
+
+    def _note_advance(self, advance: Advance, due_waiting: list[int]) -> None:
+        for index in advance.dropped:
+            self.dropped.extend((self._num_processed, index))
+        for i, free in enumerate(advance.free_blocks):
+            waiting = advance.n_waiting + (due_waiting[i - 1] if i else 0)
+            dropped = 0 if i else len(advance.dropped)
+            self.outcomes.extend((waiting, advance.n_running, dropped, 0))
+            self.pools.extend((free, advance.free_slots))
+        self._num_processed += advance.count
+
+    def _note_outcome(self, outcome: StepOutcome, now_ns: int, due: int) -> None:
+        row = self._num_processed
+        for index in outcome.dropped:
+            self.dropped.extend((row, index))
+        accepted = 0
+        if outcome.is_prefill:
+            self._note_first_tokens(outcome, now_ns)
+        elif self.drafting:
+            for index, tokens in enumerate(outcome.tokens):
+                if len(tokens) > 1:
+                    self.accepted.extend((row, index, len(tokens) - 1))
+                    accepted += len(tokens) - 1
+        self.outcomes.extend(
+            (outcome.n_waiting + due, outcome.n_running, len(outcome.dropped), accepted)
+        )
+        self._num_processed += 1
 
     def _note_prefill(self, plan: StepPlan, now_ns: int) -> None:
-        for item in plan.items:
-            log = self.requests[item.seq_id]
+        for seq_id, q in zip(plan.seq_ids, plan.qs, strict=True):
+            log = self.requests[seq_id]
             if log.t_first_sched == NOT_YET:
                 log.t_first_sched = now_ns
             log.n_chunks += 1
             if log.n_preempt:
-                log.n_recomputed_tokens += item.q
+                log.n_recomputed_tokens += q
 
-    def _note_emissions(self, emissions: tuple[Emission, ...], now_ns: int) -> list[int]:
-        ended = []
-        for seq_id, tokens, output_len, finish_reason in emissions:
+    def _note_first_tokens(self, outcome: StepOutcome, now_ns: int) -> None:
+        for seq_id, tokens in zip(outcome.seq_ids, outcome.tokens, strict=True):
             log = self.requests[seq_id]
-            log.output_len = output_len
-            if tokens:
-                log.t_last_token = now_ns
-                if log.t_first_token == NOT_YET:
-                    log.t_first_token = now_ns
-            if finish_reason is not None:
-                log.finish_reason = finish_reason
-                log.t_finish = now_ns
-                ended.append(log.row)
-        return ended
+            if tokens and log.t_first_token == NOT_YET:
+                log.t_first_token = now_ns
 
-    def _note_accepted(self, ids: tuple[int, ...], emissions: tuple[Emission, ...]) -> int:
-        """Store how many drafts each row got accepted; most rows carry none."""
-        total = 0
-        if any(len(emission.tokens) > 1 for emission in emissions):
-            index_of = {seq_id: index for index, seq_id in enumerate(ids)}
-            for emission in emissions:
-                extra = len(emission.tokens) - 1
-                if extra > 0:
-                    self.accepted.extend((self._num_processed, index_of[emission.seq_id], extra))
-                    total += extra
-        return total
+    def _note_end(self, ending: Ending, now_ns: int) -> int:
+        log = self.requests[ending.seq_id]
+        log.finish_reason = ending.reason
+        log.output_len = ending.output_len
+        log.t_finish = now_ns
+        return log.row

@@ -47,10 +47,13 @@ def build_run(
     ranks = [_Rank(recorder) for recorder in recorders]
     steps = pa.concat_tables([_steps(rank, metadata, config, run_id) for rank in ranks])
     requests = _requests(ranks, trace, arrived_ns, unfinished_reason)
+    pools = [recorder.final_pool for recorder in recorders]
+    left = {name: [pool[i] for pool in pools if pool] for i, name in enumerate(rec.POOL_FIELDS)}
+    metadata = replace(metadata, table=STEPS, config={**metadata.config, "left_free": left})
     return Run(
         steps=steps,
         requests=requests,
-        metadata=replace(metadata, table=STEPS),
+        metadata=metadata,
         items=_later(ranks, trace, run_id),
     )
 
@@ -153,45 +156,55 @@ def _votes(decode_step: Ints, config: SchedulerConfig) -> Ints:
     return np.array([code(int(step)) for step in distinct], dtype=np.int64)[where]
 
 
-def _later(
-    ranks: Sequence[_Rank], trace: RequestTrace, run_id: str
-) -> Callable[[], pa.Table]:
+def _later(ranks: Sequence[_Rank], trace: RequestTrace, run_id: str) -> Callable[[], pa.Table]:
     """Item tables are large and often not wanted; make them when asked for."""
-    names = trace.table["req_id"].to_pylist
-    return lambda: pa.concat_tables([_items(rank, names(), run_id) for rank in ranks])
+    return lambda: pa.concat_tables(
+        [_item_table(rank, trace.table["req_id"].to_pylist(), run_id) for rank in ranks]
+    )
 
 
-def _items(rank: _Rank, req_ids: list[str], run_id: str) -> pa.Table:
+def _item_table(rank: _Rank, req_ids: list[str], run_id: str) -> pa.Table:
+    items = _items(rank, [log.row for log in rank.requests])
+    count = len(items["q"])
+    values: dict[str, Any] = {
+        **items,
+        "run_id": _labels(np.zeros(count, dtype=np.int64), [run_id]),
+        "step": (rank.per_step("step") + rank.shift)[items["step_row"]],
+        "rank": rank.rank,
+        "req_id": _labels(items["req_row"], req_ids),
+        "cached": items["k"] - items["q"],
+        "is_last_chunk": flags(items["is_last_chunk"] == 1),
+        "dropped": flags(items["dropped"] == 1),
+    }
+    return _table(values, ITEM_SCHEMA, count)
+
+
+def _items(rank: _Rank, row_of_seq: list[int]) -> dict[str, Ints]:
+    """Spread batches into one entry per sequence and step; `step_row` indexes the step table."""
     sizes = rank.batch["n_items"]
     per_row = sizes[rank.batch_of]
-    row_of = np.repeat(np.arange(rank.rows), per_row)
+    step_row = np.repeat(np.arange(rank.rows), per_row)
     first_item = np.cumsum(per_row) - per_row
-    index = np.arange(int(per_row.sum())) - first_item[row_of]
+    index = np.arange(int(per_row.sum())) - first_item[step_row]
     batch_start = (np.cumsum(sizes) - sizes) * len(rec.ITEM_FIELDS)
-    at = batch_start[rank.batch_of][row_of] + index
-    size, shift = per_row[row_of], rank.shift[row_of]
-    seq, q, k, last = (rank.items[at + i * size] for i in range(len(rec.ITEM_FIELDS)))
-    k = k + shift
-    dropped = np.zeros(len(seq), dtype=bool)
+    at = batch_start[rank.batch_of][step_row] + index
+    size = per_row[step_row]
+    seq, q, k = (rank.items[at + i * size] for i in range(len(rec.ITEM_FIELDS)))
+    dropped = np.zeros(len(seq), dtype=np.int64)
     accepted = np.zeros(len(seq), dtype=np.int64)
-    kept = rank.dropped[rank.dropped[:, 0] < rank.rows]
-    dropped[first_item[kept[:, 0]] + kept[:, 1]] = True
-    drafts = rank.accepted[rank.accepted[:, 0] < rank.rows]
-    accepted[first_item[drafts[:, 0]] + drafts[:, 1]] = drafts[:, 2]
-    row_of_seq = np.array([log.row for log in rank.requests], dtype=np.int64)
-    step = rank.per_step("step") + rank.shift
-    values: dict[str, Any] = {
-        "run_id": _labels(np.zeros(len(seq), dtype=np.int64), [run_id]),
-        "step": step[row_of],
-        "rank": rank.rank,
-        "req_id": _labels(row_of_seq[seq] if len(seq) else seq, req_ids),
-        "q": q, "k": k, "cached": k - q,
-        "is_last_chunk": flags(last == 1),
-        "emitted": np.where((last == 1) & ~dropped, 1 + accepted, 0),
+    dropped[first_item[rank.dropped[:, 0]] + rank.dropped[:, 1]] = 1
+    accepted[first_item[rank.accepted[:, 0]] + rank.accepted[:, 1]] = rank.accepted[:, 2]
+    goes_on = (rank.per_step("n_chunked") == 1)[step_row] & (index == size - 1)
+    return {
+        "step_row": step_row,
+        "req_row": np.array(row_of_seq, dtype=np.int64)[seq],
+        "q": q,
+        "k": k + rank.shift[step_row],
+        "is_last_chunk": np.where(goes_on, 0, 1),
+        "dropped": dropped,
         "accepted": accepted,
-        "dropped": flags(dropped),
-    }  # fmt: skip
-    return _table(values, ITEM_SCHEMA, len(seq))
+        "emitted": np.where(goes_on | (dropped == 1), 0, 1 + accepted),
+    }
 
 
 def _requests(
@@ -208,11 +221,14 @@ def _requests(
     out = {name: _gather(logs, name) for name in rec.REQUEST_FIELDS}
     served = np.array([log is not None for log in logs], dtype=bool)
     t_submit = _submit_times(ranks, arrival, out["rank"], served)
-    finish, first, last = out["t_finish"], out["t_first_token"], out["t_last_token"]
-    lengths, ended = out["output_len"], finish != NOT_YET
+    finish, first, lengths = out["t_finish"], out["t_first_token"], out["output_len"]
     reasons = [log.finish_reason if log is not None else None for log in logs]
     unfinished = [reason if r is None else None for r in reasons]
     complete = np.array([r in ("stop", "length") for r in reasons], dtype=bool)
+    last = np.where(complete, finish, NOT_YET)
+    if bool((~complete & (lengths > 0)).any()):
+        for rank in ranks:
+            _note_last_tokens(rank, complete, last)
     some, many = first != NOT_YET, complete & (lengths > 1)
     columns: dict[str, tuple[Any, Bools | None]] = {
         "arrival_ns": (arrival, None),
@@ -220,8 +236,8 @@ def _requests(
         "rank": (out["rank"], served),
         "t_submit": (t_submit, t_submit != NOT_YET),
         **{name: (out[name], out[name] != NOT_YET) for name in (
-            "t_first_sched", "t_first_token", "t_last_token")},
-        "t_finish": (finish, ended),
+            "t_first_sched", "t_first_token", "t_finish")},
+        "t_last_token": (last, last != NOT_YET),
         **{name: (out[name], served) for name in (
             "n_chunks", "n_preempt", "n_recomputed_tokens")},
         "ttft_ms": ((first - arrival) / _MS, some),
@@ -234,6 +250,15 @@ def _requests(
     for name, labels in (("finish_reason", reasons), ("unfinished_reason", unfinished)):
         table = put_column(table, name, texts(labels, table.schema.field(name).type))
     return table
+
+
+def _note_last_tokens(rank: _Rank, complete: Bools, last: Ints) -> None:
+    """Find when requests that did not complete got their last token; writes into `last`."""
+    table = _items(rank, [log.row for log in rank.requests])
+    gave = table["emitted"] > 0
+    rows, times = table["req_row"][gave], rank.device["t_done"][table["step_row"][gave]]
+    open_rows = ~complete[rows]
+    np.maximum.at(last, rows[open_rows], times[open_rows])
 
 
 def _gather(logs: Sequence[RequestLog | None], name: str) -> Ints:

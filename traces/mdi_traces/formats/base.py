@@ -75,6 +75,11 @@ class Turns:
         return turn, think
 
 
+def left_out(count: int, what: str) -> tuple[str, ...]:
+    """Return the note about rows an importer left out; none when there were none."""
+    return (f"{count} {what}{'s' if count > 1 else ''} left out",) if count else ()
+
+
 def length_columns(arrival_ns: Ints, prompt: Ints, output: Ints) -> dict[str, Any]:
     """Return the three columns every request has, as Arrow arrays."""
     return {

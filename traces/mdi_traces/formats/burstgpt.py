@@ -13,7 +13,15 @@ import pyarrow as pa
 from mdi_shared.errors import TraceError
 
 from mdi_traces.columns import Bools, Ints, numbers, texts
-from mdi_traces.formats.base import Format, Imported, Options, Turns, length_columns, think_column
+from mdi_traces.formats.base import (
+    Format,
+    Imported,
+    Options,
+    Turns,
+    left_out,
+    length_columns,
+    think_column,
+)
 from mdi_traces.formats.rows import NS_PER_S, CsvRows, Kind, read_csv
 
 _COLUMNS: dict[str, Kind] = {
@@ -50,7 +58,7 @@ def _read(path: str, options: Options) -> Imported:
         columns=columns,
         lines=rows.lines[kept],
         licence="CC-BY-4.0 (BurstGPT, Wang et al., KDD 2025)",
-        notes=(f"{failed} failed calls left out",) if failed else (),
+        notes=left_out(failed, "failed call"),
     )
 
 

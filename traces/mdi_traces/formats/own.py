@@ -12,7 +12,6 @@ request that gave no token gets `max_tokens` as its target.
 import io
 import os
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import pyarrow.csv as pacsv
 from mdi_shared.errors import TraceError
 
 from mdi_traces.columns import Ints, int_lists, ints, numbers, texts
-from mdi_traces.formats.rows import csv_header, decoded, parse_object
+from mdi_traces.formats.rows import decoded, parse_object, read_csv_bytes
 from mdi_traces.io import read_parquet, read_table, require_file
 from mdi_traces.requests import RequestTrace, build_requests, clear_outputs, put_column
 from mdi_traces.schema import METADATA_KEY, REQUEST_SCHEMA, REQUESTS, Metadata, type_name
@@ -78,11 +77,8 @@ def read_own_jsonl(path: str | os.PathLike[str], limit: int | None) -> Loaded:
 
 def read_own_csv(path: str | os.PathLike[str], limit: int | None) -> Loaded:
     """Read a CSV file with a header of column names."""
-    require_file(path)
     file = str(path)
-    with Path(path).open("rb") as binary:
-        raw = (binary.read() if limit is None else b"".join(islice(binary, limit + 1))).rstrip()
-    names = csv_header(raw, file)
+    raw, names = read_csv_bytes(path, limit)
     options = pacsv.ConvertOptions(
         column_types=dict.fromkeys(names, pa.string()), null_values=[""], strings_can_be_null=True
     )

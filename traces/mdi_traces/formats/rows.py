@@ -194,11 +194,7 @@ def read_csv(
     Every row must have as many fields as the header, and every value must be of its kind and not
     empty. Raises `TraceError`; row numbers are lines of the file, the header being line 1.
     """
-    require_file(path)
-    with Path(path).open("rb") as file:
-        raw = file.read() if limit is None else b"".join(islice(file, limit + 1))
-    raw = raw.rstrip()
-    header = csv_header(raw, str(path))
+    raw, header = read_csv_bytes(path, limit)
     wanted = {name: kind for name, kind in columns.items() if name in header}
     try:
         table = pacsv.read_csv(
@@ -216,6 +212,17 @@ def read_csv(
     if any(table[name].null_count for name in wanted):
         raise _first_bad_value(raw, wanted, str(path))
     return CsvRows(str(path), table, np.arange(2, len(table) + 2, dtype=np.int64))
+
+
+def read_csv_bytes(path: str | os.PathLike[str], limit: int | None) -> tuple[bytes, list[str]]:
+    """Return a CSV file's bytes, to at most `limit` rows, and its header; no rows is an error."""
+    require_file(path)
+    with Path(path).open("rb") as file:
+        raw = file.read() if limit is None else b"".join(islice(file, limit + 1))
+    raw = raw.rstrip()  # blank lines at the end are no rows
+    if b"\n" not in raw:
+        raise TraceError(str(path), "holds no requests")
+    return raw, csv_header(raw, str(path))
 
 
 def csv_header(raw: bytes, file: str) -> list[str]:

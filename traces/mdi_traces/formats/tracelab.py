@@ -23,7 +23,15 @@ import pyarrow as pa
 from mdi_shared.errors import TraceError
 
 from mdi_traces.columns import Ints, numbers, texts
-from mdi_traces.formats.base import Format, Imported, Options, Turns, length_columns, think_column
+from mdi_traces.formats.base import (
+    Format,
+    Imported,
+    Options,
+    Turns,
+    left_out,
+    length_columns,
+    think_column,
+)
 from mdi_traces.formats.rows import JsonRows, read_jsonl
 
 _INPUTS = ("user_message", "tool_result")
@@ -64,7 +72,7 @@ def _read(path: str, options: Options) -> Imported:
         columns=columns,
         lines=rows.lines[order],
         licence="CC-BY-4.0 (TraceLab, University of Washington, 2026)",
-        notes=(f"{silent} rounds without output left out",) if silent else (),
+        notes=left_out(silent, "silent round"),
     )
 
 
