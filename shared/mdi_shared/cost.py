@@ -8,7 +8,7 @@ Read next: `roofline.py` (from peak rates), `linear_cost.py` (from measured step
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from mdi_shared.errors import ConfigError
 from mdi_shared.work import StepWork
@@ -61,6 +61,10 @@ class StepCost(Protocol):
         """Return the device time of a step: at least 1, not decreasing in any field of `work`."""
         ...
 
+    def describe(self) -> dict[str, Any]:
+        """Return what the model is, JSON-able, for the metadata of a run; `kind` names it."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ConstantCost:
@@ -77,6 +81,9 @@ class ConstantCost:
 
     def device_ns(self, work: StepWork) -> int:
         return self.prefill_ns if work.is_prefill else self.decode_ns
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "constant", **asdict(self)}
 
 
 def group_device_ns(costs: Sequence[int]) -> int:

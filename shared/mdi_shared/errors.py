@@ -1,7 +1,8 @@
 """What can go wrong by a caller's hand. Broken invariants are `assert`s and live where they hold.
 
 Every message is one line that names the thing, its value and what is allowed; the command line
-prints it as it is.
+prints it as it is. An error's `args` are those of its constructor, so that it survives being
+rebuilt in another process or by an event loop.
 """
 
 from collections.abc import Sequence
@@ -10,38 +11,57 @@ from collections.abc import Sequence
 class MiniDeepInferError(Exception):
     """Base of every mistake a caller can make and mend."""
 
+    @property
+    def message(self) -> str:
+        """The one line to show."""
+        return " ".join(str(arg) for arg in self.args)
+
+    def __str__(self) -> str:
+        return self.message
+
 
 class ConfigError(MiniDeepInferError):
     """An option is unknown, out of range, or contradicts another one."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        super().__init__(f"{field} = {value!r}: {allowed}")
+        super().__init__(field, value, allowed)
         self.field = field
         self.value = value
         self.allowed = allowed
+
+    @property
+    def message(self) -> str:
+        return f"{self.field} = {self.value!r}: {self.allowed}"
 
 
 class TraceError(MiniDeepInferError):
     """A trace file cannot be used; the message names file, row and column where they are known."""
 
     def __init__(
-        self, file: str, problem: str, *, row: int | None = None, column: str | None = None
+        self, file: str, problem: str, row: int | None = None, column: str | None = None
     ) -> None:
-        where = file
-        if row is not None:
-            where += f", row {row}"
-        if column is not None:
-            where += f", column {column!r}"
-        super().__init__(f"{where}: {problem}")
+        super().__init__(file, problem, row, column)
         self.file = file
+        self.problem = problem
         self.row = row
         self.column = column
+
+    @property
+    def message(self) -> str:
+        row = f", row {self.row}" if self.row is not None else ""
+        column = f", column {self.column!r}" if self.column is not None else ""
+        return f"{self.file}{row}{column}: {self.problem}"
 
 
 class DeadlockError(MiniDeepInferError):
     """No step can ever change anything again; the message names who holds the blocks."""
 
     def __init__(self, reason: str, holders: Sequence[tuple[str, int]]) -> None:
-        held = ", ".join(f"{req_id} ({blocks} blocks)" for req_id, blocks in holders) or "nobody"
-        super().__init__(f"deadlock: {reason}; blocks are held by: {held}")
+        super().__init__(reason, tuple(holders))
+        self.reason = reason
         self.holders = tuple(holders)
+
+    @property
+    def message(self) -> str:
+        held = ", ".join(f"{req_id} ({blocks} blocks)" for req_id, blocks in self.holders)
+        return f"deadlock: {self.reason}; blocks are held by: {held or 'nobody'}"

@@ -142,6 +142,10 @@ class LinearCost:
         """Return True when the fit has seen steps around `work` in every feature."""
         return not self.extrapolated(work)
 
+    def describe(self) -> dict[str, Any]:
+        """Return the whole model, as `to_json` does."""
+        return {"kind": "linear", **self.to_json()}
+
     def to_json(self) -> dict[str, Any]:
         """Return plain dicts, lists and numbers; `from_json` inverts it."""
         decode = asdict(self.decode)

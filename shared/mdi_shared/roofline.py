@@ -6,8 +6,8 @@ calibration and must not be quoted as one. Components run one after another: not
 Read next: `traffic.py` (what is counted), `cost.py` (the protocol), `linear_cost.py` (fitted).
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 from mdi_shared.cost import HostCost
 from mdi_shared.errors import ConfigError
@@ -73,7 +73,9 @@ class RooflineCost:
     arithmetic), the rest FP8. Engram tables are assumed to be in device memory.
     """
 
-    __slots__ = ("_compute", "_memory", "_overhead_ns", "ep", "host", "shape")
+    __slots__ = (
+        "_compute", "_memory", "_overhead_ns", "efficiencies", "ep", "hardware", "host", "shape",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -85,6 +87,8 @@ class RooflineCost:
         host: HostCost | None = None,
     ) -> None:
         share = efficiencies if efficiencies is not None else Efficiencies()
+        self.hardware = hardware
+        self.efficiencies = share
         self.host = host if host is not None else HostCost()
         self.shape = shape
         self.ep = ep
@@ -123,3 +127,13 @@ class RooflineCost:
         }  # fmt: skip
         parts["overhead"] = ComponentTime(0, 0, 0.0, self._overhead_ns if work.rows else 0.0)
         return parts
+
+    def describe(self) -> dict[str, Any]:
+        """Return hardware, efficiencies and host times: assumptions, no calibration."""
+        return {
+            "kind": "roofline",
+            "hardware": self.hardware.name,
+            "ep": self.ep,
+            "efficiencies": asdict(self.efficiencies),
+            "host": asdict(self.host),
+        }

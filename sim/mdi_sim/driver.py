@@ -51,8 +51,7 @@ class _Flight:
 class RankDriver:
     """One data-parallel rank of a simulated run.
 
-    `request_of` builds the request of a trace row; `sources` are those of all ranks, in rank
-    order, because a group sleeps and wakes together.
+    `request_of` builds the request of a trace row and says where its model stops it early.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class RankDriver:
         *,
         group: Group,
         scheduler: Scheduler,
-        sources: list[Source],
+        source: Source,
         outcomes: Outcomes,
         recorder: RankRecorder,
         request_of: Callable[[int], tuple[Request, int | None]],
@@ -74,8 +73,7 @@ class RankDriver:
         self.rank = rank
         self.group = group
         self.scheduler = scheduler
-        self.source = sources[rank]
-        self.sources = sources
+        self.source = source
         self.outcomes = outcomes
         self.recorder = recorder
         self.request_of = request_of
@@ -147,10 +145,9 @@ class RankDriver:
 
     def _await_arrival(self) -> Generator[simpy.Event, None, bool]:
         """Sleep with the whole group; what wakes one rank wakes all."""
-        known = [time for source in self.sources if (time := source.next_ns()) is not None]
-        if not known:
+        wake = yield from self.group.next_arrival(self.source.next_ns())
+        if wake is None:
             return False
-        wake = min(known)
         if self.until_ns is not None:
             wake = min(wake, self.until_ns)
         yield from self._sleep_until(wake)
@@ -190,7 +187,7 @@ class RankDriver:
             lengths.update(zip(report.outcome.seq_ids, report.outcome.output_lens, strict=True))
         if report.advance is not None:
             for seq_id in self._flights[-1].plan.seq_ids:
-                lengths[seq_id] += report.advance.count
+                lengths[seq_id] = lengths.get(seq_id, 0) + report.advance.count
 
     # ---- steps ---------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """What simulated data-parallel ranks do together: vote, and run each step as one group."""
 
 from collections.abc import Generator
+from typing import Any
 
 import simpy
 
@@ -16,10 +17,11 @@ class Barrier:
     def __init__(self, env: simpy.Environment, size: int) -> None:
         self._env = env
         self._size = size
-        self._values: list[Ballot] = []
+        self._values: list[Any] = []
         self._full = env.event()
 
-    def meet(self, value: Ballot) -> Generator[simpy.Event, list[Ballot], list[Ballot]]:
+    def meet(self, value: Any) -> Generator[simpy.Event, list[Any], list[Any]]:
+        """Bring a value; all leave, with all the values, when the last rank has come."""
         self._values.append(value)
         full, values = self._full, self._values
         if len(values) == self._size:
@@ -42,7 +44,7 @@ class DeviceStep:
 
 
 class Group:
-    """The ranks' common state: barrier, devices, and how many of them sleep.
+    """The ranks' common state: their barrier and their devices.
 
     Every device start waits for the slowest rank (engine-semantics §4.7), and since ranks meet in
     each layer's expert exchange, the step ends for all with the slowest one (§7.3).
@@ -56,10 +58,19 @@ class Group:
         self._joined = [0] * size  # steps launched so far, per rank
         self._device_free_ns = 0
 
-    def vote(self, ballot: Ballot) -> Generator[simpy.Event, list[Ballot], bool]:
+    def vote(self, ballot: Ballot) -> Generator[simpy.Event, list[Any], bool]:
         """Combine the ranks' ballots; all leave when the last one has voted."""
         ballots = yield from self.barrier.meet(ballot)
         return decide(ballot.rule, [b.want for b in ballots])
+
+    def next_arrival(self, next_ns: int | None) -> Generator[simpy.Event, list[Any], int | None]:
+        """Return the earliest arrival known to any rank; None when no rank knows of one.
+
+        The ranks meet for it: one that looked on its own could miss what another just took, and
+        go home while the others wait for it in their next vote.
+        """
+        times = yield from self.barrier.meet(next_ns)
+        return min((time for time in times if time is not None), default=None)
 
     def launch(self, rank: int, ready_ns: int, device_ns: int) -> DeviceStep:
         """Enter a rank's next step, ready to start at `ready_ns` and taking `device_ns` alone."""

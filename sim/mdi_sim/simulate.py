@@ -76,7 +76,7 @@ def simulate(
             rank,
             group=group,
             scheduler=schedulers[rank],
-            sources=sources,
+            source=sources[rank],
             outcomes=Outcomes(config=config, seed=seed, accept_rate=draft_accept_rate),
             recorder=recorder,
             request_of=workload.request,
@@ -126,14 +126,14 @@ def _metadata(
     seed: int,
     ranks: int,
 ) -> Metadata:
-    options: dict[str, Any] = {"scheduler": asdict(config), "ranks": ranks, "cost": repr(cost)}
+    options: dict[str, Any] = {"scheduler": asdict(config), "ranks": ranks, "cost": cost.describe()}
     return replace(
         trace.metadata,
         table="steps",
         source="simulator",
         clock="virtual",
         model=shape.name,
-        hardware=getattr(getattr(cost, "hardware", None), "name", None),
+        hardware=options["cost"].get("hardware"),
         config=options,
         seed=seed,
     )

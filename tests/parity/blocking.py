@@ -1,0 +1,167 @@
+"""A plain blocking driver: one thread per rank, a runner with launch and wait, virtual durations.
+
+It is written the way a driver of real devices is: straight-line code that blocks, with no event
+queue. Each rank keeps its own clock; ranks meet at votes and in their steps. Only durations are
+taken from the cost model, so that its run can be compared with the simulator's, time by time.
+"""
+
+import threading
+from collections import deque
+
+from mdi_shared.loop import AwaitArrival, AwaitStep, Launch, News, Poll, Report, Vote, serve
+from mdi_shared.vote import decide
+from mdi_shared.work import step_work
+
+
+class FakeDevices:
+    """The ranks' devices: a step starts when all ranks have launched it and the last one ended."""
+
+    def __init__(self, size):
+        self.size = size
+        self.lock = threading.Condition()
+        self.launched = {}  # step number -> {rank: (ready, duration)}
+        self.times = {}  # step number -> (start, end)
+        self.free_at = 0
+        self.failed = False
+
+    def launch(self, rank, step, ready, duration):
+        with self.lock:
+            ranks = self.launched.setdefault(step, {})
+            ranks[rank] = (ready, duration)
+            if len(ranks) == self.size:
+                start = max(self.free_at, *(r for r, _ in ranks.values()))
+                end = start + max(d for _, d in ranks.values())
+                self.times[step] = (start, end)
+                self.free_at = end
+                self.lock.notify_all()
+
+    def wait(self, step):
+        with self.lock:
+            self.lock.wait_for(lambda: step in self.times or self.failed, timeout=60)
+            assert step in self.times, "the other ranks never launched this step"
+            return self.times[step]
+
+
+class Exchange:
+    """An all-gather between threads."""
+
+    def __init__(self, size):
+        self.barrier = threading.Barrier(size)
+        self.values = [None] * size
+
+    def gather(self, rank, value):
+        self.values[rank] = value
+        self.barrier.wait(timeout=60)
+        values = list(self.values)
+        self.barrier.wait(timeout=60)
+        return values
+
+
+class BlockingRank:
+    """One rank: `run` blocks until everything is served."""
+
+    def __init__(self, rank, *, scheduler, sources, devices, exchange, recorder, parts):
+        self.rank = rank
+        self.scheduler = scheduler
+        self.sources = sources
+        self.devices = devices
+        self.exchange = exchange
+        self.recorder = recorder
+        self.request_of, self.outcomes, self.shape, self.cost = parts
+        self.now = 0
+        self.flights = deque()
+
+    def run(self):
+        loop = serve(self.scheduler, num_ranks=len(self.sources))
+        answer = None
+        while True:
+            try:
+                effect = loop.send(answer)
+            except StopIteration:
+                return
+            answer = self.answer(effect)
+
+    def answer(self, effect):
+        if isinstance(effect, Poll):
+            return self.poll()
+        if isinstance(effect, Vote):
+            before = self.now
+            votes = self.exchange.gather(self.rank, (effect.ballot, self.now))
+            self.now = max(now for _, now in votes)
+            self.waited += self.now - before
+            return decide(effect.ballot.rule, [ballot.want for ballot, _ in votes])
+        if isinstance(effect, Launch):
+            return self.launch(effect.plan)
+        if isinstance(effect, AwaitStep):
+            return self.await_step()
+        if isinstance(effect, AwaitArrival):
+            next_ns = self.sources[self.rank].next_ns()
+            both = self.exchange.gather(self.rank, (next_ns, self.now))
+            self.now = max(now for _, now in both)
+            times = [t for t, _ in both if t is not None]
+            self.now = max(self.now, min(times, default=0))
+            return bool(times)
+        assert isinstance(effect, Report)
+        self.report(effect)
+        return None
+
+    def poll(self):
+        self.polled, self.waited = self.now, 0
+        requests = []
+        for row in self.sources[self.rank].take(self.now):
+            request, stop = self.request_of(row)
+            seq_id = self.recorder.submitted(row)
+            if stop is not None:
+                self.outcomes.stops[seq_id] = stop
+            requests.append(request)
+        return News(tuple(requests))
+
+    def launch(self, plan):
+        host, n = self.cost.host, len(plan.seq_ids)
+        planned = self.now + host.schedule(n)
+        self.now = planned + host.launch(n)
+        work = step_work(self.shape, plan)
+        duration = self.cost.device_ns(work)
+        self.devices.launch(self.rank, plan.step, self.now, duration)
+        times = (self.polled, planned, self.now, self.waited, duration)
+        self.recorder.launched(plan, work, times)
+        self.flights.append(plan)
+        return 1
+
+    def await_step(self):
+        plan = self.flights.popleft()
+        start, end = self.devices.wait(plan.step)
+        process = self.cost.host.process(len(plan.seq_ids))
+        self.now = max(self.now, end) + process
+        self.recorder.landed(start, end, self.now, process)
+        return self.outcomes.result(plan)
+
+    def report(self, report):
+        if report.outcome is not None:
+            outcome = report.outcome
+            lengths = zip(outcome.seq_ids, outcome.output_lens, strict=True)
+            self.outcomes.output_lens.update(lengths)
+        for row in self.recorder.reported(report, self.now, []):
+            self.sources[self.rank].ended(row, self.now)
+
+
+def run_threads(ranks):
+    """Run all ranks, each in its thread; re-raise the first failure."""
+    failures = []
+
+    def guarded(rank):
+        try:
+            rank.run()
+        except BaseException as error:
+            failures.append(error)
+            rank.devices.failed = True
+            rank.exchange.barrier.abort()
+
+    threads = [threading.Thread(target=guarded, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for failure in failures:
+        if not isinstance(failure, threading.BrokenBarrierError):
+            raise failure

@@ -1,0 +1,166 @@
+"""Two drivers, one policy: the simulator and a plain blocking driver make the same run.
+
+Not only are the plan logs equal: since both take durations from one cost model, the whole tables
+are, times included. Fast-forwarding in the simulator must not show either.
+"""
+
+from functools import partial
+
+import hypothesis.strategies as st
+import pyarrow as pa
+from hypothesis import given, settings
+
+from mdi_shared.chunking import make_policy
+from mdi_shared.config import SchedulerConfig
+from mdi_shared.cost import HostCost
+from mdi_shared.hardware import H200
+from mdi_shared.placement import RoundRobin
+from mdi_shared.roofline import RooflineCost
+from mdi_shared.scheduler import Scheduler
+from mdi_shared.shape import TINY
+from mdi_sim.outcomes import Outcomes
+from mdi_sim.simulate import RAN_DRY, simulate
+from mdi_sim.source import Source
+from mdi_sim.workload import Workload
+from mdi_traces.check import check_run
+from mdi_traces.recorder import RankRecorder
+from mdi_traces.requests import build_requests
+from mdi_traces.schema import Metadata
+from mdi_traces.tables import build_run
+from tests.parity.blocking import BlockingRank, Exchange, FakeDevices, run_threads
+
+HOST = HostCost(
+    schedule_ns=40_000, schedule_ns_per_seq=1_000, launch_ns=30_000, process_ns=20_000,
+    process_ns_per_seq=500,
+)  # fmt: skip
+MS = 1_000_000
+
+
+def blocking_run(trace, config, cost, ranks, seed=0):
+    """The blocking driver's counterpart of `simulate`."""
+    workload = Workload(trace, ranks, RoundRobin())
+    sources = [Source(arrivals) for arrivals in workload.arrivals]
+    devices, exchange = FakeDevices(ranks), Exchange(ranks)
+    drafting = config.num_draft_tokens > 0
+    recorders = [RankRecorder(rank, drafting=drafting) for rank in range(ranks)]
+    schedulers = [Scheduler(config, make_policy(config, TINY, cost)) for _ in range(ranks)]
+    run_threads([
+        BlockingRank(
+            rank, scheduler=schedulers[rank], sources=sources, devices=devices,
+            exchange=exchange, recorder=recorders[rank],
+            parts=(
+                workload.request, Outcomes(config=config, seed=seed, accept_rate=0.7), TINY, cost,
+            ),
+        )
+        for rank in range(ranks)
+    ])  # fmt: skip
+    for recorder, scheduler in zip(recorders, schedulers, strict=True):
+        queues = scheduler.queues
+        recorder.closed(scheduler.unfinished(), (queues.blocks.num_free, queues.slots.num_free))
+    metadata = Metadata(table="steps", source="simulator", clock="virtual")
+    return build_run(
+        recorders, trace, metadata, config, run_id=f"simulated-{seed}",
+        arrived_ns={row: t for source in sources for row, t in source.arrived_ns.items()},
+        unfinished_reason=RAN_DRY,
+    )  # fmt: skip
+
+
+def make_trace(rows):
+    """Build a trace of (gap to the arrival before in ns, prompt, output, slack, session, think).
+
+    `slack` is how much max_tokens exceeds the output; session -1 is none.
+    """
+    arrivals, now = [], 0
+    for gap, *_ in rows:
+        now += gap
+        arrivals.append(now)
+    gaps, prompts, outputs, slacks, sessions, thinks = zip(*rows, strict=True)
+    del gaps
+    seen, turns = {}, []
+    for session in sessions:
+        seen[session] = seen.get(session, -1) + 1
+        turns.append(seen[session])
+    in_session = [s >= 0 for s in sessions]
+    follows = [s >= 0 and t > 0 for s, t in zip(sessions, turns, strict=True)]
+    ints = partial(pa.array, type=pa.int32())
+    return build_requests(
+        {
+            "arrival_ns": pa.array(arrivals, type=pa.int64()),
+            "prompt_len": ints(prompts),
+            "output_len": ints(outputs),
+            "max_tokens": ints([o + s for o, s in zip(outputs, slacks, strict=True)]),
+            "session_id": pa.array(
+                [f"s{s}" if is_in else None for s, is_in in zip(sessions, in_session, strict=True)]
+            ),
+            "turn": ints([t if s else None for t, s in zip(turns, in_session, strict=True)]),
+            "think_ns": pa.array(
+                [t if f else None for t, f in zip(thinks, follows, strict=True)], type=pa.int64()
+            ),
+        },
+        Metadata(table="requests", source="generator"),
+    )
+
+
+requests = st.tuples(
+    st.sampled_from([0, 1, 50_000, 400_000, 2 * MS, 30 * MS, 400 * MS]),
+    st.integers(1, 120),
+    st.integers(1, 40),
+    st.sampled_from([0, 0, 0, 5]),
+    st.sampled_from([-1, -1, -1, 0, 1]),
+    st.sampled_from([0, 100_000, 7 * MS]),
+)
+traces = st.lists(requests, min_size=1, max_size=14).map(make_trace)
+
+
+@st.composite
+def configs(draw):
+    nextn = draw(st.sampled_from([0, 0, 0, 2]))
+    return SchedulerConfig(
+        block_size=16,
+        num_blocks=draw(st.sampled_from([18, 24, 64])),
+        max_num_seqs=draw(st.integers(1, 6)),
+        max_model_len=200,
+        max_num_batched_tokens=draw(st.sampled_from([32, 64, 100])),
+        enable_zos=draw(st.booleans()),
+        prefill_attempt_interval=draw(st.sampled_from([1, 3, 7])),
+        prefill_any_attempt_interval=draw(st.sampled_from([1, 5, 10])),
+        num_draft_tokens=nextn,
+        stop_preempted_request=draw(st.booleans()),
+        strict_upstream=False,
+    )
+
+
+def assert_same_run(a, b):
+    for name in ("steps_table", "requests_table", "items_table"):
+        left, right = getattr(a, name), getattr(b, name)
+        for column in left.column_names:
+            # repr, because NaN, which stands for "not measured", is not equal to itself.
+            same = repr(left[column].to_pylist()) == repr(right[column].to_pylist())
+            assert same, f"{name}.{column} differs"
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(traces, configs(), st.sampled_from([1, 4]))
+def test_simulator_and_blocking_driver_make_the_same_run(trace, config, ranks):
+    cost = RooflineCost(H200, TINY, ep=ranks, host=HOST)
+    simulated = simulate(trace, scheduler=config, cost=cost, shape=TINY, ranks=ranks)
+    assert_same_run(simulated, blocking_run(trace, config, cost, ranks))
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(traces, configs(), st.sampled_from([None, 0.004, 0.05]))
+def test_fast_forward_does_not_show(trace, config, until_s):
+    cost = RooflineCost(H200, TINY, host=HOST)
+    run = partial(simulate, trace, scheduler=config, cost=cost, shape=TINY, until_s=until_s)
+    assert_same_run(run(), run(fast_forward=False))
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(traces, configs(), st.sampled_from([1, 2, 4]), st.sampled_from([None, 0.01]))
+def test_every_run_obeys_the_conservation_laws(trace, config, ranks, until_s):
+    run = simulate(trace, scheduler=config, shape=TINY, ranks=ranks, until_s=until_s)
+    assert [finding for finding in check_run(run) if not finding.skipped] == []
+    requests_ = run.requests
+    ended = requests_["finish_reason"].notna()
+    assert (ended | requests_["unfinished_reason"].notna()).all()
+    assert until_s is not None or ended.all()
