@@ -8,9 +8,9 @@ Read next: `plots.py`, which draws them.
 import math
 
 import numpy as np
-from mdi_shared.errors import ConfigError
 
 from mdi_analysis.frames import NS_PER_S, Floats
+from mdi_shared.errors import ConfigError
 
 NUM_BINS = 400  # about one per two pixels of a plot
 MAX_WINDOWS = 100_000

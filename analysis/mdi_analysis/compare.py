@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from mdi_shared.errors import ConfigError
 
 from mdi_analysis.frames import (
     KINDS,
@@ -27,6 +26,7 @@ from mdi_analysis.metrics import SLO, Distribution
 from mdi_analysis.plan_identity import PlanIdentity, compare_plans
 from mdi_analysis.report import change, make_table, number, percent, plain, stack
 from mdi_analysis.summary import Summary, describe_counts, summarize
+from mdi_shared.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table

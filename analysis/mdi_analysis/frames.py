@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
+
 from mdi_shared.errors import TraceError
 from mdi_shared.plan import STEP_KINDS
-from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

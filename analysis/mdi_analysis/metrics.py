@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from mdi_shared.errors import ConfigError, TraceError
-from mdi_shared.request import REASONS
 
 from mdi_analysis.frames import (
     NS_PER_MS,
@@ -25,6 +23,8 @@ from mdi_analysis.frames import (
     kind_codes,
     series,
 )
+from mdi_shared.errors import ConfigError, TraceError
+from mdi_shared.request import REASONS
 
 OUTCOMES = {
     "stop": "completed",

@@ -19,7 +19,6 @@ from typing import IO, Any
 
 import numpy as np
 import pandas as pd
-from mdi_shared.errors import ConfigError
 
 from mdi_analysis.frames import (
     KINDS,
@@ -31,6 +30,7 @@ from mdi_analysis.frames import (
     series,
     span_ns,
 )
+from mdi_shared.errors import ConfigError
 
 Event = dict[str, Any]
 NS_PER_US = 1e3

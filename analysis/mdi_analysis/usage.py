@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from mdi_shared.errors import ConfigError, TraceError
 
 from mdi_analysis.frames import (
     KINDS,
@@ -32,6 +31,7 @@ from mdi_analysis.frames import (
     span_ns,
 )
 from mdi_analysis.metrics import SLO, Distribution, meets_slo
+from mdi_shared.errors import ConfigError, TraceError
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,9 +75,9 @@ class SchedulerConfig:
                      "chunked_prefill = true")  # fmt: skip
         _require(self.prefill_max_sum_seqlen_k >= self.prompt_limit, "prefill_max_sum_seqlen_k",
                  self.prefill_max_sum_seqlen_k,
-                 f"must be at least the longest admissible prompt, {self.prompt_limit}")  # fmt: skip
+                 f"must be at least the longest prompt admitted, {self.prompt_limit}")  # fmt: skip
         _require(self.block_size >= 1 + self.num_draft_tokens, "block_size", self.block_size,
-                 "must be at least 1 + num_draft_tokens, or a step could need two blocks")  # fmt: skip
+                 "must be at least 1 + num_draft_tokens: a step adds one block")  # fmt: skip
 
     def _check_chunk_policy(self) -> None:
         _require(self.chunk_policy in CHUNK_POLICIES, "chunk_policy", self.chunk_policy,
@@ -148,7 +148,7 @@ class SchedulerConfig:
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> "SchedulerConfig":
-        """Build from option names and values; an unknown name is an error listing the known ones."""
+        """Build from names and values; an unknown name is an error that lists the known ones."""
         known = [f.name for f in fields(cls)]
         for name, value in options.items():
             if name not in known:

@@ -63,7 +63,8 @@ class DecodeSelection:
         stale = queues.order_is_stale or drafting
         if stale:
             queues.running.sort(key=_by_output)
-        needy = [seq for seq in queues.running if seq.num_tokens + seq.inflight_total > seq.capacity]
+        # Written out, not `tokens_needed`: this line runs for every sequence in every step.
+        needy = [s for s in queues.running if s.num_tokens + s.inflight_total > s.capacity]
         if drafting or len(needy) > queues.blocks.num_free:
             picked = self._serve(queues.running, out)
             picked.reverse()

@@ -109,7 +109,8 @@ def serve(scheduler: Scheduler, *, num_ranks: int = 1) -> Loop:
             yield Report(_without_aborted(plan.ignored))
         repeats, if_quiet = scheduler.repeats(plan) if num_ranks == 1 else (1, 1)
         taken = yield Launch(plan, repeats, if_quiet)
-        assert isinstance(taken, int) and 1 <= taken <= if_quiet, f"{taken} of {if_quiet} steps"
+        assert isinstance(taken, int), taken
+        assert 1 <= taken <= if_quiet, f"{taken} of {if_quiet} steps"
         if taken > 1:
             yield Report(advance=scheduler.advance(taken - 1))
         keep = 1 if scheduler.config.enable_zos and not plan.is_prefill else 0

@@ -46,9 +46,10 @@ class StepPlan:
     Columns, one entry per sequence: `qs` query rows end at context length `ks`, of which k - q
     tokens were cached before; with drafts in flight k is an upper bound that the device corrects.
     `slots` are state slots, `full_lens` (prefill only) the whole prompt a chunk belongs to, which
-    after a preemption includes what was put out before. The driver keeps its own copy of each block table: cut it to
-    `num_blocks - len(new_blocks)` entries, then append `new_blocks`. `is_partial` says that the
-    last sequence's prompt goes on after this step; all others yield a token.
+    after a preemption includes what was put out before. The driver keeps its own copy of each
+    block table: cut it to `num_blocks - len(new_blocks)` entries, then append `new_blocks`.
+    `is_partial` says that the last sequence's prompt goes on after this step; all others yield a
+    token.
 
     `finished` lists sequences whose memory returns once this step's predecessor is processed;
     `ignored` those that left the queue; `preempted` victims (their memory is already free).
@@ -81,18 +82,13 @@ class StepPlan:
     def items(self) -> tuple[StepItem, ...]:
         """The columns as rows."""
         last = len(self.seq_ids) - 1
-        columns = zip(
-            self.seq_ids, self.qs, self.ks, self.slots, self.num_blocks, self.new_blocks,
-            strict=True,
-        )  # fmt: skip
         return tuple(
-            StepItem(*row, is_last_chunk=not (self.is_partial and index == last))
-            for index, row in enumerate(columns)
-        )
-
-    @property
-    def is_prefill(self) -> bool:
-        return self.kind in (PREFILL, IDLE_PREFILL)
+            StepItem(
+                seq_id, self.qs[i], self.ks[i], self.slots[i], self.num_blocks[i],
+                self.new_blocks[i], is_last_chunk=not (self.is_partial and i == last),
+            )
+            for i, seq_id in enumerate(self.seq_ids)
+        )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         """Return plain dicts, lists, ints and strings; `from_json` inverts it."""
@@ -105,7 +101,7 @@ class StepPlan:
         return cls(**fields)
 
 
-def _tuples(value: Any) -> Any:
+def _tuples(value: Any) -> Any:  # noqa: ANN401 - whatever JSON gives
     """JSON knows lists only; plans hold tuples only."""
     return tuple(_tuples(v) for v in value) if isinstance(value, list | tuple) else value
 

@@ -49,7 +49,8 @@ class Queues:
 
     def allocate(self, seq: Sequence) -> None:
         """Reserve blocks for all its tokens, then a slot (§3)."""
-        assert not seq.block_table and seq.slot == 0, f"{seq.request.req_id!r} holds memory already"
+        held = len(seq.block_table) + seq.slot
+        assert held == 0, f"{seq.request.req_id!r} holds memory already"
         self.add_blocks(seq, self.blocks_needed(seq))
         seq.slot = self.slots.allocate()[0]
 

@@ -10,6 +10,7 @@ Read next: `prefill.py` and `decode.py` (who is chosen), `queues.py` (memory), `
 from collections import deque
 
 from mdi_shared.chunking import ChunkPolicy, TokenBudget
+from mdi_shared.commit import Flight, commit_step, dropped_rows
 from mdi_shared.config import WATERMARK, SchedulerConfig
 from mdi_shared.decode import DecodeSelection
 from mdi_shared.errors import ConfigError, DeadlockError
@@ -31,17 +32,6 @@ from mdi_shared.request import Request, Sequence, State
 from mdi_shared.vote import NONE, Ballot, rule_at, steps_to_next_vote
 
 
-class _Flight:
-    """A step that was planned and not yet processed."""
-
-    __slots__ = ("plan", "seqs", "step")
-
-    def __init__(self, plan: StepPlan, seqs: list[Sequence]) -> None:
-        self.plan = plan
-        self.seqs = seqs  # not to be changed: the decode selection hands out the same list again
-        self.step = plan.step  # moves on when the plan is repeated
-
-
 class Scheduler:
     """Plans the steps of one rank.
 
@@ -57,7 +47,7 @@ class Scheduler:
         self.num_preempted = 0
         self._prefill = PrefillSelection(self.queues, self.policy)
         self._decode = DecodeSelection(self.queues)
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._to_release: list[Sequence] = []
         self._next_seq_id = 0
         self._idle_turns = 0
@@ -141,8 +131,7 @@ class Scheduler:
         return self._plan_prefill(PrefillBatch(0), ballot)
 
     def plan_decode(self, ballot: Ballot) -> StepPlan:
-        """Plan a decode step; it may be empty. Raises `DeadlockError` when no step can ever help.
-        """
+        """Plan a decode step, maybe an empty one; raises `DeadlockError` when none can ever help."""
         chosen = self._decode.select()
         batch, new_blocks = chosen.batch, chosen.new_blocks
         self.num_preempted += len(chosen.preempted)
@@ -168,7 +157,7 @@ class Scheduler:
             num_batched_tokens=rows * len(batch),
         )
         self._check_progress(plan)
-        self._take_off(_Flight(plan, batch))
+        self._take_off(Flight(plan, batch))
         self.decode_step += 1
         return plan
 
@@ -194,7 +183,7 @@ class Scheduler:
             num_batched_tokens=batch.used_tokens,
             target_ns=self.policy.target_ns,
         )
-        self._take_off(_Flight(plan, picked))
+        self._take_off(Flight(plan, picked))
         self.decode_step = 0
         self._idle_turns = 0
         return plan
@@ -203,7 +192,7 @@ class Scheduler:
         self.step += 1
         return self.step
 
-    def _take_off(self, flight: _Flight) -> None:
+    def _take_off(self, flight: Flight) -> None:
         """Advance the sequences as if the step were done, up to what it will emit (§1.3)."""
         most = 1 + self.config.num_draft_tokens
         for seq in flight.seqs:
@@ -242,81 +231,7 @@ class Scheduler:
 
         Rows of sequences that finished or were preempted meanwhile are dropped.
         """
-        flight = self._flights.popleft()
-        plan, seqs, tokens = flight.plan, flight.seqs, result.tokens
-        assert len(tokens) == len(seqs), (
-            f"step {flight.step} has {len(seqs)} sequences, its result {len(tokens)}"
-        )
-        ended: list[Ending] = []
-        commit = self._commit_prefill if plan.is_prefill else self._commit_decode
-        cut = commit(flight, tokens, ended)
-        if cut:
-            visible = list(tokens)
-            for index, count in cut.items():
-                visible[index] = visible[index][:count]
-            tokens = tuple(visible)
-        return StepOutcome(
-            step=flight.step,
-            is_prefill=plan.is_prefill,
-            seq_ids=plan.seq_ids,
-            tokens=tokens,
-            output_lens=tuple([seq.output_len for seq in seqs]),
-            dropped=tuple(index for index, count in cut.items() if count == 0),
-            ended=tuple(ended),
-            n_waiting=len(self.queues.waiting),
-            n_running=len(self.queues.running),
-        )
-
-    def _commit_prefill(
-        self, flight: _Flight, tokens: tuple[tuple[int, ...], ...], ended: list[Ending]
-    ) -> dict[int, int]:
-        """Book a prefill step; return the rows not fully visible and how much of them is."""
-        cut: dict[int, int] = {}
-        for index, (seq, q) in enumerate(zip(flight.seqs, flight.plan.qs, strict=True)):
-            seq.inflight_total = 0
-            if seq.is_finished:
-                cut[index] = 0
-                self.queues.join_running(seq)  # the next decode step frees it
-                continue
-            seq.cached += q
-            if seq.cached < seq.num_tokens:  # a chunk that was not the last
-                self.queues.waiting.appendleft(seq)
-                continue
-            new = tokens[index]
-            assert len(new) == 1, f"{len(new)} tokens from the last chunk of a prompt"
-            seq.extend(new)
-            seq.num_drafts = self.config.num_draft_tokens
-            self.queues.join_running(seq)
-            if seq.is_finished:
-                ended.append(self._end(seq))
-        return cut
-
-    def _commit_decode(
-        self, flight: _Flight, tokens: tuple[tuple[int, ...], ...], ended: list[Ending]
-    ) -> dict[int, int]:
-        """Book a decode step; return the rows not fully visible and how much of them is."""
-        cut: dict[int, int] = {}
-        rows = 1 + self.config.num_draft_tokens
-        running = State.RUNNING
-        for index, seq in enumerate(flight.seqs):
-            if seq.state is not running:  # finished, or preempted and its counters reset
-                cut[index] = 0
-                continue
-            new = tokens[index]
-            assert 1 <= len(new) <= rows, f"{len(new)} tokens from {rows} rows"
-            seq.inflight_total -= rows
-            emitted = seq.extend(new)
-            seq.cached += emitted  # rejected drafts are not cached
-            if seq.state is not running:
-                self.queues.dead_running.append(seq)
-                ended.append(self._end(seq))
-                if emitted < len(new):
-                    cut[index] = emitted
-        return cut
-
-    def _end(self, seq: Sequence) -> Ending:
-        self.queues.live.pop(seq.request.req_id, None)
-        return Ending(seq.seq_id, seq.finish_reason, seq.output_len)
+        return commit_step(self.queues, self._flights.popleft(), result)
 
     def unfinished(self) -> tuple[tuple[int, int], ...]:
         """Return (sequence id, output tokens so far) of every live request."""
@@ -361,14 +276,14 @@ class Scheduler:
         self.release()
         queues, flight = self.queues, self._flights[-1]
         batch = flight.seqs
-        dropped = self._drop_rows(self._flights[0]) if len(self._flights) > 1 else ()
+        dropped = dropped_rows(self._flights[0]) if len(self._flights) > 1 else ()
         free_blocks = Growth(batch, queues).take(count)
         for seq in batch:
             seq.num_tokens += count
             seq.output_len += count
             seq.cached += count
         if len(self._flights) > 1:
-            self._flights[0] = _Flight(flight.plan, batch)
+            self._flights[0] = Flight(flight.plan, batch)
             self._flights[0].step = self.step + count - 1
         self.step += count
         flight.step = self.step
@@ -381,11 +296,6 @@ class Scheduler:
             n_waiting=len(queues.waiting),
             n_running=len(queues.running),
         )
-
-    def _drop_rows(self, flight: _Flight) -> tuple[int, ...]:
-        """Find the rows of a decode step whose sequences have left since."""
-        running = State.RUNNING
-        return tuple([i for i, seq in enumerate(flight.seqs) if seq.state is not running])
 
     def check_integrity(self) -> None:
         """Assert the invariants of engine-semantics §1.5 that hold between engine steps."""

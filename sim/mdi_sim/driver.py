@@ -34,7 +34,7 @@ from mdi_sim.source import Source
 from mdi_traces.recorder import RankRecorder
 
 
-class TimeIsUp(Exception):  # noqa: N818 - not an error: the run has reached its time limit
+class TimeIsUp(Exception):
     """Ends a run at its time limit, out of whichever rank reaches it first."""
 
 

@@ -1,7 +1,7 @@
 """What simulated data-parallel ranks do together: vote, and run each step as one group."""
 
 from collections.abc import Generator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import simpy
 
@@ -11,16 +11,19 @@ from mdi_shared.vote import Ballot, decide
 Waits = Generator[simpy.Event, None, None]
 
 
-class Barrier:
+Value = TypeVar("Value")
+
+
+class Barrier(Generic[Value]):
     """A rendezvous of all ranks that hands everyone all the values brought to it."""
 
     def __init__(self, env: simpy.Environment, size: int) -> None:
         self._env = env
         self._size = size
-        self._values: list[Any] = []
+        self._values: list[Value] = []
         self._full = env.event()
 
-    def meet(self, value: Any) -> Generator[simpy.Event, list[Any], list[Any]]:
+    def meet(self, value: Value) -> Generator[simpy.Event, list[Value], list[Value]]:
         """Bring a value; all leave, with all the values, when the last rank has come."""
         self._values.append(value)
         full, values = self._full, self._values
@@ -44,7 +47,7 @@ class DeviceStep:
 
 
 class Group:
-    """The ranks' common state: their barrier and their devices.
+    """The ranks' common state: where they meet, and their devices.
 
     Every device start waits for the slowest rank (engine-semantics §4.7), and since ranks meet in
     each layer's expert exchange, the step ends for all with the slowest one (§7.3).
@@ -53,14 +56,15 @@ class Group:
     def __init__(self, env: simpy.Environment, size: int) -> None:
         self.env = env
         self.size = size
-        self.barrier = Barrier(env, size)
+        self._votes: Barrier[Ballot] = Barrier(env, size)
+        self._arrivals: Barrier[int | None] = Barrier(env, size)
         self._steps: list[DeviceStep] = []
         self._joined = [0] * size  # steps launched so far, per rank
         self._device_free_ns = 0
 
     def vote(self, ballot: Ballot) -> Generator[simpy.Event, list[Any], bool]:
         """Combine the ranks' ballots; all leave when the last one has voted."""
-        ballots = yield from self.barrier.meet(ballot)
+        ballots = yield from self._votes.meet(ballot)
         return decide(ballot.rule, [b.want for b in ballots])
 
     def next_arrival(self, next_ns: int | None) -> Generator[simpy.Event, list[Any], int | None]:
@@ -69,7 +73,7 @@ class Group:
         The ranks meet for it: one that looked on its own could miss what another just took, and
         go home while the others wait for it in their next vote.
         """
-        times = yield from self.barrier.meet(next_ns)
+        times = yield from self._arrivals.meet(next_ns)
         return min((time for time in times if time is not None), default=None)
 
     def launch(self, rank: int, ready_ns: int, device_ns: int) -> DeviceStep:

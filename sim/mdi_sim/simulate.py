@@ -106,9 +106,7 @@ def simulate(
     )
 
 
-def _check(
-    config: SchedulerConfig, ranks: int, accept_rate: float, until_s: float | None
-) -> None:
+def _check(config: SchedulerConfig, ranks: int, accept_rate: float, until_s: float | None) -> None:
     config.require_pool_fits()
     if ranks < 1:
         raise ConfigError("ranks", ranks, "must be at least 1")
@@ -137,5 +135,3 @@ def _metadata(
         config=options,
         seed=seed,
     )
-
-

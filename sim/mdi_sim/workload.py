@@ -48,7 +48,7 @@ class Workload:
         for row, rank in enumerate(named):
             if rank >= num_ranks:
                 raise ConfigError("rank", rank, f"request {self._req_ids[row]!r} is assigned to "
-                                  f"a rank, but the run has ranks 0 to {num_ranks - 1}")  # fmt: skip
+                                  f"it, but the run has ranks 0 to {num_ranks - 1}")  # fmt: skip
             session = self._sessions[row]
             if rank < 0 and session >= 0 and session in of_session:
                 rank = of_session[session]

@@ -5,9 +5,10 @@ import json
 
 import pandas as pd
 import pytest
+from rich.console import Console
+
 from mdi_analysis import SLO, compare, compare_plans
 from mdi_shared.errors import ConfigError
-from rich.console import Console
 
 MS = 1_000_000
 

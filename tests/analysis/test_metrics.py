@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pandas as pd
 import pytest
+
 from mdi_analysis import SLO, Distribution, inter_token_latencies, meets_slo, request_latencies
 from mdi_shared.errors import ConfigError, TraceError
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+
 from mdi_analysis import export_perfetto
 from mdi_shared.errors import ConfigError, TraceError
 

@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+
 from mdi_analysis import (
     plot_latency,
     plot_step_time,

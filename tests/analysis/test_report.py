@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from mdi_analysis.report import change, number, percent, plain
 
 

@@ -5,9 +5,10 @@ import json
 
 import numpy as np
 import pytest
+from rich.console import Console
+
 from mdi_analysis import METRICS, SLO, metrics_markdown, summarize
 from mdi_shared.errors import ConfigError, TraceError
-from rich.console import Console
 
 
 def keys_of(data) -> list[str]:

@@ -2,6 +2,7 @@
 
 import pyarrow as pa
 import pytest
+
 from mdi_analysis import compare, export_perfetto, plot_throughput, summarize
 from mdi_traces.run import Run, load_run
 from mdi_traces.schema import ITEM_SCHEMA, REQUEST_SCHEMA, STEP_SCHEMA, Metadata

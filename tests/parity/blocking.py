@@ -152,7 +152,7 @@ def run_threads(ranks):
     def guarded(rank):
         try:
             rank.run()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - re-raised by the main thread
             failures.append(error)
             rank.devices.failed = True
             rank.exchange.barrier.abort()

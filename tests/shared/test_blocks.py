@@ -1,4 +1,4 @@
-"""The block pool by itself: order, limits, reference counts, and a state machine against a model."""
+"""The block pool by itself: order, limits, reference counts, and a state machine."""
 
 from collections import deque
 

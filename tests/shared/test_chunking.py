@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
 from mdi_shared.chunking import CostTarget, TokenBudget, make_policy
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.cost import NO_HOST_COST, ConstantCost

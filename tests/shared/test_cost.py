@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from mdi_shared.cost import NO_HOST_COST, ConstantCost, HostCost, group_device_ns
 from mdi_shared.errors import ConfigError
 from mdi_shared.hardware import B200, H200, Hardware, hardware_by_name

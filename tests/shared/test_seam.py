@@ -62,7 +62,7 @@ def test_the_life_cycle_is_a_table():
         ({"chunk_policy": "magic"}, "must be one of token_budget, cost_target"),
         ({"chunk_policy": "cost_target"}, "prefill_target_ms = None"),
         ({"prefill_target_ms": 5.0}, "is used by chunk_policy = 'cost_target' only"),
-        ({"prefill_max_sum_seqlen_k": 5}, "the longest admissible prompt, 131072"),
+        ({"prefill_max_sum_seqlen_k": 5}, "the longest prompt admitted, 131072"),
         ({"block_size": 2, "num_draft_tokens": 5}, "block_size = 2"),
         ({"num_blocks": 1}, "block 0 is reserved"),
         ({"context_parallel_size": 8, "max_num_batched_tokens": 9, "max_num_seqs": 1},

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+
 from mdi_shared.errors import ConfigError
 from mdi_shared.footprint import (
     attention_matrices,

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from mdi_shared.errors import ConfigError
 from mdi_shared.shape import TINY, V41_FLASH
 from mdi_shared.traffic import distinct_experts, step_bytes, step_flops

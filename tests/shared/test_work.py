@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from mdi_shared.errors import ConfigError
 from mdi_shared.pairs import (
     candidate_pairs,

@@ -5,9 +5,9 @@ upstream's; the other traces hold in both modes and are run in both.
 """
 
 import pytest
-from tests.shared.script import play, play_group, request, toy
 
 from mdi_shared.errors import DeadlockError
+from tests.shared.script import play, play_group, request, toy
 
 BOTH_MODES = pytest.mark.parametrize("strict", [False, True], ids=["default", "strict"])
 
@@ -170,9 +170,7 @@ def _play_2_5(**options):
 
 def test_2_5a_preemption_with_recompute():
     turns = _play_2_5(strict_upstream=True)
-    got = [
-        (t.row, t.emitted, t.state.get("A"), t.state.get("B"), t.free_after) for t in turns
-    ]
+    got = [(t.row, t.emitted, t.state.get("A"), t.state.get("B"), t.free_after) for t in turns]
     assert got == TRACE_2_5A
     assert [t.waiting for t in turns[6:9]] == ["A", "", "B"]
 

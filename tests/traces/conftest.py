@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+
 from mdi_traces.requests import RequestTrace, build_requests
 from mdi_traces.run import Run
 from mdi_traces.schema import ITEM_SCHEMA, REQUEST_SCHEMA, STEP_SCHEMA, Metadata
@@ -89,9 +90,7 @@ REQUESTS = [
 CONFIG = {"scheduler": {"num_blocks": 10, "max_num_seqs": 4, "state_slot_ratio": 1.0}}
 
 
-def make_run(
-    *, steps=None, items=None, requests=None, config=CONFIG, ranks=1, left=(9, 4)
-) -> Run:
+def make_run(*, steps=None, items=None, requests=None, config=CONFIG, ranks=1, left=(9, 4)) -> Run:
     """Return the sound run above, with changes: {row: {column: value}} per table."""
 
     def changed(rows, changes):

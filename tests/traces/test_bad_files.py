@@ -1,6 +1,7 @@
 """Bad trace files are one line naming file, row and field."""
 
 import pytest
+
 from mdi_shared.errors import TraceError
 from mdi_traces.formats import load_requests
 

@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import pytest
+
 from mdi_traces.check import Finding, check_run
 from mdi_traces.laws import LAWS
 from mdi_traces.run import Run
 
-from .conftest import STEPS, make_run
+from .conftest import make_run
 
 
 def test_a_sound_run_has_no_findings():

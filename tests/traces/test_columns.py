@@ -5,6 +5,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from mdi_traces import columns as c
 
 LABEL = pa.dictionary(pa.int32(), pa.string())

@@ -1,6 +1,7 @@
 """Each public format, from small samples written by hand."""
 
 import pytest
+
 from mdi_shared.errors import ConfigError, TraceError
 from mdi_traces.distributions import Burst, Poisson
 from mdi_traces.formats import FORMATS, detect_format, load_requests

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from numpy.random import default_rng
+
 from mdi_shared.errors import ConfigError
 from mdi_traces import distributions as d
 from mdi_traces.columns import ints
@@ -15,7 +17,6 @@ from mdi_traces.generate import (
     generate_workload,
 )
 from mdi_traces.requests import validate_requests
-from numpy.random import default_rng
 
 RATES = {"azure-conv": 5.53, "azure-code": 2.57, "mooncake-conversation": 3.40,
          "mooncake-synthetic": 3.91, "arxiv": 1.0, "sharegpt": 10.3}  # fmt: skip

@@ -3,8 +3,9 @@
 import subprocess
 import sys
 
-import mdi_traces
 import pytest
+
+import mdi_traces
 
 WITHOUT_PANDAS = """
 import sys, pathlib, tempfile

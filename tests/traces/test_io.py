@@ -3,6 +3,7 @@
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from mdi_shared.errors import TraceError
 from mdi_traces import io
 from mdi_traces.formats import load_requests

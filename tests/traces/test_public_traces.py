@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import pytest
+
 from mdi_traces.columns import ints
 from mdi_traces.distributions import Poisson
 from mdi_traces.formats import load_requests

@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import pytest
+
 from mdi_shared.errors import ConfigError, TraceError
 from mdi_traces.check import check_requests
 from mdi_traces.generate import generate_workload

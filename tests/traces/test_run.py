@@ -2,6 +2,7 @@
 
 import pyarrow as pa
 import pytest
+
 from mdi_shared.errors import TraceError
 from mdi_traces import run as run_module
 from mdi_traces.run import Run, load_run

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+
 from mdi_shared.errors import TraceError
 from mdi_traces.schema import (
     OUTPUT_COLUMNS,

@@ -13,10 +13,10 @@ from math import isfinite, log
 from typing import Any, Protocol
 
 import numpy as np
-from mdi_shared.errors import ConfigError
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from mdi_shared.errors import ConfigError
 from mdi_traces.columns import Ints
 
 _NS_PER_S = 1e9

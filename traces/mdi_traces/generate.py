@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from mdi_shared.errors import ConfigError
 from numpy.random import Generator, SeedSequence, default_rng
 
+from mdi_shared.errors import ConfigError
 from mdi_traces.columns import Ints, numbers, texts
 from mdi_traces.distributions import (
     ArrivalProcess,

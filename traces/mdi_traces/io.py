@@ -19,8 +19,8 @@ from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from mdi_shared.errors import TraceError
 
+from mdi_shared.errors import TraceError
 from mdi_traces.schema import METADATA_KEY, SCHEMAS, Metadata, type_name
 
 

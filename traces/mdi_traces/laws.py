@@ -12,9 +12,9 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.errors import ConfigError
-
 from mdi_traces.columns import Bools, Ints
 from mdi_traces.law_tables import Broken, Tables, Untestable, sums
 from mdi_traces.schema import ITEMS, REQUESTS, STEPS

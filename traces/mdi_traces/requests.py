@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from mdi_shared.errors import ConfigError, TraceError
 
+from mdi_shared.errors import ConfigError, TraceError
 from mdi_traces.columns import Bools, Ints, codes, ints, numbers, texts, valid_rows
 from mdi_traces.io import require_schema, write_csv, write_jsonl, write_parquet
 from mdi_traces.run import to_frame

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from mdi_shared.errors import TraceError
 
+from mdi_shared.errors import TraceError
 from mdi_traces.io import read_table, write_parquet
 from mdi_traces.schema import ITEMS, REQUESTS, STEPS, Metadata
 

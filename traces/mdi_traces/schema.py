@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
+
 from mdi_shared.errors import TraceError
 
 SCHEMA_VERSION = 1

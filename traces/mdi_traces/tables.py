@@ -5,9 +5,10 @@ repetition cannot change is copied. Steps that were launched and never processed
 its time limit) are left out.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -74,10 +75,9 @@ class _Rank:
         self.items = np.array(recorder.items, dtype=np.int64)
         self.dropped = _pairs(recorder.dropped, 2)
         self.accepted = _pairs(recorder.accepted, 3)
-        starts = self.batch["row"]
-        counts = np.diff(np.append(starts, max(self.rows, int(starts[-1]) + 1) if len(starts) else 0))
-        self.batch_of = np.repeat(np.arange(len(starts)), counts)[: self.rows]
-        self.shift = np.arange(self.rows) - starts[self.batch_of]
+        rows = np.arange(self.rows)
+        self.batch_of = np.searchsorted(self.batch["row"], rows, side="right") - 1
+        self.shift = rows - self.batch["row"][self.batch_of]
 
     def per_step(self, name: str, *, first_only: bool = False) -> Ints:
         """A batch field for each step; with `first_only`, 0 where the batch is a repetition."""
@@ -85,12 +85,12 @@ class _Rank:
         return np.where(self.shift == 0, values, 0) if first_only else values
 
 
-def _fields(flat: Any, names: Sequence[str], rows: int | None = None) -> dict[str, Ints]:
+def _fields(flat: "array[int]", names: Sequence[str], rows: int | None = None) -> dict[str, Ints]:
     table = np.array(flat, dtype=np.int64).reshape(-1, len(names))[:rows]
     return {name: table[:, i] for i, name in enumerate(names)}
 
 
-def _pairs(flat: Any, width: int) -> Ints:
+def _pairs(flat: "array[int]", width: int) -> Ints:
     return np.array(flat, dtype=np.int64).reshape(-1, width)
 
 
@@ -147,7 +147,7 @@ def _steps(rank: _Rank, metadata: Metadata, config: SchedulerConfig, run_id: str
 def _votes(decode_step: Ints, config: SchedulerConfig) -> Ints:
     """The voting rule of each step; the few distinct counters are looked up once."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def code(step: int) -> int:
         rule = rule_at(step, config.prefill_attempt_interval, config.prefill_any_attempt_interval)
         return rec.VOTES.index(rule)
@@ -293,5 +293,3 @@ def _table(values: dict[str, Any], schema: pa.Schema, rows: int) -> pa.Table:
             column = numbers(np.broadcast_to(np.asarray(column), rows), field.type)
         arrays.append(column)
     return pa.Table.from_arrays(arrays, schema=schema)
-
-

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from mdi_shared.errors import ConfigError, TraceError
 
+from mdi_shared.errors import ConfigError, TraceError
 from mdi_traces.columns import Ints, ints, numbers
 from mdi_traces.distributions import ArrivalProcess
 from mdi_traces.formats import own

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from mdi_shared.errors import TraceError
 
+from mdi_shared.errors import TraceError
 from mdi_traces.columns import Bools, Ints, numbers, texts
 from mdi_traces.formats.base import (
     Format,

@@ -6,8 +6,8 @@ given, and its times are drawn here.
 """
 
 import numpy as np
-from mdi_shared.errors import ConfigError
 
+from mdi_shared.errors import ConfigError
 from mdi_traces.formats.base import Format, Imported, Options, length_columns
 from mdi_traces.formats.rows import NS_PER_S, Kind, read_csv
 

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pacsv
-from mdi_shared.errors import TraceError
 
+from mdi_shared.errors import TraceError
 from mdi_traces.columns import Ints, int_lists, ints, numbers, texts
 from mdi_traces.formats.rows import decoded, parse_object, read_csv_bytes
 from mdi_traces.io import read_parquet, read_table, require_file

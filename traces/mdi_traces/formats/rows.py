@@ -20,9 +20,9 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pacsv
-from mdi_shared.errors import TraceError
 from numpy.typing import NDArray
 
+from mdi_shared.errors import TraceError
 from mdi_traces.columns import Bools, Ints, floats, ints
 from mdi_traces.io import require_file
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from mdi_shared.errors import TraceError
 
+from mdi_shared.errors import TraceError
 from mdi_traces.columns import Ints, numbers, texts
 from mdi_traces.formats.base import (
     Format,
