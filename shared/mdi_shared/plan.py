@@ -90,6 +90,10 @@ class StepPlan:
             for i, seq_id in enumerate(self.seq_ids)
         )  # fmt: skip
 
+    @property
+    def is_prefill(self) -> bool:
+        return self.kind in (PREFILL, IDLE_PREFILL)
+
     def to_json(self) -> dict[str, Any]:
         """Return plain dicts, lists, ints and strings; `from_json` inverts it."""
         return asdict(self)

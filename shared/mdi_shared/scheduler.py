@@ -131,7 +131,7 @@ class Scheduler:
         return self._plan_prefill(PrefillBatch(0), ballot)
 
     def plan_decode(self, ballot: Ballot) -> StepPlan:
-        """Plan a decode step, maybe an empty one; raises `DeadlockError` when none can ever help."""
+        """Plan a decode step, maybe an empty one; raises `DeadlockError` if none can ever help."""
         chosen = self._decode.select()
         batch, new_blocks = chosen.batch, chosen.new_blocks
         self.num_preempted += len(chosen.preempted)
