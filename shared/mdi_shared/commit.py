@@ -94,12 +94,12 @@ def _commit_decode(
         assert 1 <= len(new) <= rows, f"{len(new)} tokens from {rows} rows"
         seq.inflight_total -= rows
         emitted = seq.extend(new)
-        seq.cached += emitted  # rejected drafts are not cached
         if seq.state is not running:
             queues.dead_running.append(seq)
             ended.append(_end(queues, seq))
             if emitted < len(new):
                 cut[index] = emitted
+        seq.cached += emitted  # rejected drafts are not cached
     return cut
 
 

@@ -151,11 +151,8 @@ class Sequence:
         count = 0
         for token in tokens:
             count += 1
-            if token in self.stop_ids:
-                self.become(State.STOPPED)
-                break
-            if self.num_tokens + count >= self.finish_at:
-                self.become(State.LENGTH_CAPPED)
+            if self.num_tokens + count >= self.finish_at or token in self.stop_ids:
+                self.become(State.STOPPED if token in self.stop_ids else State.LENGTH_CAPPED)
                 break
         self.num_tokens += count
         self.output_len += count
