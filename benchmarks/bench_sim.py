@@ -3,8 +3,9 @@
 Workload: the first 1,000, 10,000 and all rows of Azure's 2023 conversation trace (any trace can
 be named), one rank, 256 seats, a 2,048-token budget, more KV memory than it needs, an H200
 roofline for V4.1-Flash. Each size runs several times in a fresh interpreter; medians are shown.
-Three ratios say more than seconds on a shared machine: time per request and per engine step
-against the smallest size (linear if near 1), and single steps against fast-forward.
+Ratios say more than seconds on a shared machine: time per request against the smallest size
+(linear if near 1), single steps against fast-forward, and the time of a step with thousands of
+requests waiting (or finished) against one with few.
 
     python benchmarks/bench_sim.py [TRACE] [--rows 1000 10000 0] [--repeat 5] [--profile]
 
@@ -70,6 +71,34 @@ def hottest(trace: Path, rows: int, count: int = 3) -> list[str]:
     ]
 
 
+def queue_ratio(trace: Path, repeat: int, few: int = 400, many: int = 4_000) -> float:
+    """Time per step with up to `many` requests waiting or finished, over that with `few`.
+
+    All requests arrive at time zero and share 16 seats, so that the batch is the same size
+    throughout; every step goes through the loop.
+    """
+    import pyarrow as pa
+
+    from mdi_shared.config import SchedulerConfig
+    from mdi_sim.simulate import simulate
+    from mdi_traces.formats import load_requests
+    from mdi_traces.requests import RequestTrace, put_column
+
+    config = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=2_048)
+
+    def per_step(rows: int) -> float:
+        requests = load_requests(trace, limit=rows)
+        at_once = put_column(requests.table, "arrival_ns", pa.array([0] * rows, pa.int64()))
+        begin = time.perf_counter()
+        run = simulate(
+            RequestTrace(at_once, requests.metadata), scheduler=config, fast_forward=False
+        )
+        return (time.perf_counter() - begin) / run.steps_table.num_rows
+
+    per_step(few)  # warm up
+    return statistics.median(per_step(many) / per_step(few) for _ in range(repeat))
+
+
 def conditions(trace: Path) -> dict[str, Any]:
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
@@ -109,6 +138,9 @@ def report(trace: Path, sizes: list[int], repeat: int, *, profile: bool) -> dict
     )
     print(f"single steps take {document['single_steps_over_fast_forward']:.1f} times as long "
           f"at {sizes[0]} requests")  # fmt: skip
+    document["queue_ratio"] = queue_ratio(trace, repeat)
+    print(f"a step with thousands waiting or finished takes {document['queue_ratio']:.2f} times "
+          "as long as one with hundreds")  # fmt: skip
     if profile:
         document["hottest"] = hottest(trace, sizes[min(1, len(sizes) - 1)])
         print("hottest functions: " + ", ".join(document["hottest"]))
