@@ -40,7 +40,6 @@ def commit_step(queues: Queues, flight: Flight, result: StepResult) -> StepOutco
         is_prefill=plan.is_prefill,
         seq_ids=plan.seq_ids,
         tokens=tokens,
-        output_lens=tuple([seq.output_len for seq in seqs]),
         dropped=tuple(index for index, count in cut.items() if count == 0),
         ended=tuple(ended),
         n_waiting=len(queues.waiting),

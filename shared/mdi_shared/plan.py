@@ -125,17 +125,16 @@ class StepResult:
 class StepOutcome:
     """What processing a step made visible. Queue lengths are after processing.
 
-    Columns, one entry per sequence of the step: its new `tokens` in order (empty for a chunk that
-    was not the last, and for a dropped row) and its `output_lens` so far. `dropped` holds the
-    indices of rows thrown away because the sequence had finished or was preempted while the step
-    was in flight; `ended` the requests whose last token this was.
+    `tokens` has one entry per sequence of the step, its new tokens in order; empty for a chunk that
+    was not the last, and for a dropped row. `dropped` holds the indices of rows thrown away
+    because the sequence had finished or was preempted while the step was in flight; `ended` the
+    requests whose last token this was.
     """
 
     step: int
     is_prefill: bool
     seq_ids: tuple[int, ...]
     tokens: tuple[tuple[int, ...], ...]
-    output_lens: tuple[int, ...]
     dropped: tuple[int, ...]
     ended: tuple[Ending, ...]
     n_waiting: int

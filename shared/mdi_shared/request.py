@@ -148,15 +148,23 @@ class Sequence:
 
     def extend(self, tokens: tuple[int, ...]) -> int:
         """Commit tokens up to the one that finishes it; return how many (check_stop, §1.3)."""
-        count = 0
-        for token in tokens:
-            count += 1
-            if self.num_tokens + count >= self.finish_at or token in self.stop_ids:
-                self.become(State.STOPPED if token in self.stop_ids else State.LENGTH_CAPPED)
-                break
+        count = len(tokens)
+        if self.num_tokens + count >= self.finish_at or not self.stop_ids.isdisjoint(tokens):
+            count = self._finish_within(tokens)
         self.num_tokens += count
         self.output_len += count
         return count
+
+    def _finish_within(self, tokens: tuple[int, ...]) -> int:
+        """Find the token that ends the sequence, and end it; return how many come that far."""
+        for count, token in enumerate(tokens, start=1):
+            if token in self.stop_ids:
+                self.become(State.STOPPED)
+                return count
+            if self.num_tokens + count >= self.finish_at:
+                self.become(State.LENGTH_CAPPED)
+                return count
+        raise AssertionError("one of the tokens ends the sequence")
 
     def reset_for_recompute(self) -> None:
         """Forget all attention state but no token (§1.3); consumed checkpoints stay consumed."""

@@ -145,7 +145,9 @@ class Scheduler:
             ks=tuple([seq.cached + seq.inflight_total + rows for seq in batch]),
             slots=tuple([seq.slot for seq in batch]),
             num_blocks=tuple([len(seq.block_table) for seq in batch]),
-            new_blocks=tuple([new_blocks.get(seq.seq_id, ()) for seq in batch]),
+            new_blocks=tuple([new_blocks.get(seq.seq_id, ()) for seq in batch])
+            if new_blocks
+            else ((),) * len(batch),
             finished=tuple([seq.seq_id for seq in chosen.finished]),
             ignored=tuple(chosen.ignored),
             preempted=tuple(chosen.preempted),

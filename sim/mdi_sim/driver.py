@@ -184,7 +184,8 @@ class RankDriver:
     def _note_lengths(self, report: Report) -> None:
         lengths = self.outcomes.output_lens
         if report.outcome is not None:
-            lengths.update(zip(report.outcome.seq_ids, report.outcome.output_lens, strict=True))
+            for seq_id, new in zip(report.outcome.seq_ids, report.outcome.tokens, strict=True):
+                lengths[seq_id] = lengths.get(seq_id, 0) + len(new)
         if report.advance is not None:
             for seq_id in self._flights[-1].plan.seq_ids:
                 lengths[seq_id] = lengths.get(seq_id, 0) + report.advance.count

@@ -139,8 +139,9 @@ class BlockingRank:
     def report(self, report):
         if report.outcome is not None:
             outcome = report.outcome
-            lengths = zip(outcome.seq_ids, outcome.output_lens, strict=True)
-            self.outcomes.output_lens.update(lengths)
+            for seq_id, new in zip(outcome.seq_ids, outcome.tokens, strict=True):
+                done = self.outcomes.output_lens.get(seq_id, 0)
+                self.outcomes.output_lens[seq_id] = done + len(new)
         for row in self.recorder.reported(report, self.now, []):
             self.sources[self.rank].ended(row, self.now)
 

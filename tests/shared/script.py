@@ -187,15 +187,16 @@ class ScriptedRank:
 
     def _note(self, report: Report) -> None:
         self.reports.append(report)
-        for ending in endings([report]):
-            self.output_len[self.names[ending.seq_id]] = ending.output_len
         if report.outcome is not None:
-            columns = zip(report.outcome.seq_ids, report.outcome.output_lens, strict=True)
-            self.output_len.update((self.names[seq_id], count) for seq_id, count in columns)
+            columns = zip(report.outcome.seq_ids, report.outcome.tokens, strict=True)
+            for seq_id, tokens in columns:
+                name = self.names[seq_id]
+                self.output_len[name] = self.output_len.get(name, 0) + len(tokens)
         if report.advance is not None:
-            for item in self.turns[-1].plan.items:
-                name = self.names[item.seq_id]
-                self.output_len[name] = self.output_len.get(name, 0) + report.advance.count
+            for seq_id in self.turns[-1].plan.seq_ids:
+                self.output_len[self.names[seq_id]] += report.advance.count
+        for ending in endings([report]):
+            assert ending.output_len == self.output_len.get(self.names[ending.seq_id], 0)
 
     def _result(self, plan: StepPlan, shift: int) -> StepResult:
         return StepResult(tuple(self._tokens(plan, item, shift) for item in plan.items))

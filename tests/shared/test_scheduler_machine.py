@@ -87,7 +87,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert index not in outcome.dropped or new == ()
             assert not new or seq_id not in self.ended, "a token after the end"
             self.emitted[seq_id] += len(new)
-            assert index in outcome.dropped or outcome.output_lens[index] == self.emitted[seq_id]
         for ending in outcome.ended:
             self.note(ending)
 
@@ -119,7 +118,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 flight = self.flights.pop(0)
                 rows = [(TOKEN,) if item.is_last_chunk else () for item in flight.items]
                 outcome = self.scheduler.commit(StepResult(tuple(rows)))
-                self.emitted.update(zip(outcome.seq_ids, outcome.output_lens, strict=True))
+                for seq_id, new in zip(outcome.seq_ids, outcome.tokens, strict=True):
+                    self.emitted[seq_id] += len(new)
                 for ending in outcome.ended:
                     self.note(ending)
             self.scheduler.release()

@@ -72,7 +72,7 @@ class _Rank:
         self.device = _fields(recorder.devices, rec.DEVICE_FIELDS, self.rows)
         self.outcome = _fields(recorder.outcomes, rec.OUTCOME_FIELDS, self.rows)
         self.pool = _fields(recorder.pools, rec.POOL_FIELDS, self.rows)
-        self.items = np.array(recorder.items, dtype=np.int64)
+        self.items = np.array(recorder.items, dtype=np.int32)  # large; all values are lengths, ids
         self.dropped = _pairs(recorder.dropped, 2)
         self.accepted = _pairs(recorder.accepted, 3)
         rows = np.arange(self.rows)
@@ -173,37 +173,37 @@ def _item_table(rank: _Rank, req_ids: list[str], run_id: str) -> pa.Table:
         "rank": rank.rank,
         "req_id": _labels(items["req_row"], req_ids),
         "cached": items["k"] - items["q"],
-        "is_last_chunk": flags(items["is_last_chunk"] == 1),
-        "dropped": flags(items["dropped"] == 1),
+        "is_last_chunk": flags(items["is_last_chunk"]),
+        "dropped": flags(items["dropped"]),
     }
     return _table(values, ITEM_SCHEMA, count)
 
 
-def _items(rank: _Rank, row_of_seq: list[int]) -> dict[str, Ints]:
+def _items(rank: _Rank, row_of_seq: list[int]) -> dict[str, NDArray[Any]]:
     """Spread batches into one entry per sequence and step; `step_row` indexes the step table."""
-    sizes = rank.batch["n_items"]
+    sizes = rank.batch["n_items"].astype(np.int32)
     per_row = sizes[rank.batch_of]
-    step_row = np.repeat(np.arange(rank.rows), per_row)
+    step_row = np.repeat(np.arange(rank.rows, dtype=np.int32), per_row)
     first_item = np.cumsum(per_row) - per_row
-    index = np.arange(int(per_row.sum())) - first_item[step_row]
-    batch_start = (np.cumsum(sizes) - sizes) * len(rec.ITEM_FIELDS)
+    index = np.arange(int(per_row.sum()), dtype=np.int32) - first_item.astype(np.int32)[step_row]
+    batch_start = ((np.cumsum(sizes) - sizes) * len(rec.ITEM_FIELDS)).astype(np.int32)
     at = batch_start[rank.batch_of][step_row] + index
     size = per_row[step_row]
     seq, q, k = (rank.items[at + i * size] for i in range(len(rec.ITEM_FIELDS)))
-    dropped = np.zeros(len(seq), dtype=np.int64)
-    accepted = np.zeros(len(seq), dtype=np.int64)
-    dropped[first_item[rank.dropped[:, 0]] + rank.dropped[:, 1]] = 1
+    dropped = np.zeros(len(seq), dtype=bool)
+    accepted = np.zeros(len(seq), dtype=np.int32)
+    dropped[first_item[rank.dropped[:, 0]] + rank.dropped[:, 1]] = True
     accepted[first_item[rank.accepted[:, 0]] + rank.accepted[:, 1]] = rank.accepted[:, 2]
     goes_on = (rank.per_step("n_chunked") == 1)[step_row] & (index == size - 1)
     return {
         "step_row": step_row,
-        "req_row": np.array(row_of_seq, dtype=np.int64)[seq],
+        "req_row": np.array(row_of_seq, dtype=np.int32)[seq],
         "q": q,
-        "k": k + rank.shift[step_row],
-        "is_last_chunk": np.where(goes_on, 0, 1),
+        "k": k + rank.shift.astype(np.int32)[step_row],
+        "is_last_chunk": ~goes_on,
         "dropped": dropped,
         "accepted": accepted,
-        "emitted": np.where(goes_on | (dropped == 1), 0, 1 + accepted),
+        "emitted": np.where(goes_on | dropped, 0, 1 + accepted),
     }
 
 
