@@ -1,0 +1,134 @@
+"""mini-DeepInfer's public names: everything a user imports, from one place.
+
+Names are imported when first used, so that `import minideepinfer` costs next to nothing. Nothing
+is defined here; the `mdi` command is in `cli.py`.
+
+Read next: `simulated.py` (what `simulate` returns), `mdi_shared/config.py` (scheduler options).
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mdi_analysis import (
+        SLO,
+        Comparison,
+        Summary,
+        compare,
+        compare_plans,
+        export_perfetto,
+        save_plots,
+    )
+    from mdi_shared.config import SchedulerConfig
+    from mdi_shared.cost import ConstantCost, HostCost, StepCost
+    from mdi_shared.errors import ConfigError, DeadlockError, MiniDeepInferError, TraceError
+    from mdi_shared.hardware import B200, H200, Hardware
+    from mdi_shared.linear_cost import LinearCost
+    from mdi_shared.placement import LeastTokens, Placement, RoundRobin
+    from mdi_shared.roofline import Efficiencies, RooflineCost
+    from mdi_shared.shape import TINY, V41_FLASH, ModelShape
+    from mdi_traces import (
+        WORKLOADS,
+        ChatSessions,
+        Finding,
+        Fixed,
+        LogNormal,
+        Poisson,
+        RequestTrace,
+        Run,
+        Uniform,
+        Workload,
+        check_requests,
+        check_run,
+        generate_workload,
+        load_requests,
+        load_run,
+        parse_arrivals,
+        parse_lengths,
+    )
+    from minideepinfer.run_summary import RunSummary, summarize
+    from minideepinfer.simulated import SimulatedRun, simulate
+
+__all__ = [
+    "B200",
+    "H200",
+    "SLO",
+    "TINY",
+    "V41_FLASH",
+    "WORKLOADS",
+    "ChatSessions",
+    "Comparison",
+    "ConfigError",
+    "ConstantCost",
+    "DeadlockError",
+    "Efficiencies",
+    "Finding",
+    "Fixed",
+    "Hardware",
+    "HostCost",
+    "LeastTokens",
+    "LinearCost",
+    "LogNormal",
+    "MiniDeepInferError",
+    "ModelShape",
+    "Placement",
+    "Poisson",
+    "RequestTrace",
+    "RooflineCost",
+    "RoundRobin",
+    "Run",
+    "RunSummary",
+    "SchedulerConfig",
+    "SimulatedRun",
+    "StepCost",
+    "Summary",
+    "TraceError",
+    "Uniform",
+    "Workload",
+    "check_requests",
+    "check_run",
+    "compare",
+    "compare_plans",
+    "export_perfetto",
+    "generate_workload",
+    "load_requests",
+    "load_run",
+    "parse_arrivals",
+    "parse_lengths",
+    "save_plots",
+    "simulate",
+    "summarize",
+]
+
+_MODULES = {
+    "mdi_analysis": "SLO Comparison Summary compare compare_plans export_perfetto save_plots",
+    "mdi_shared.config": "SchedulerConfig",
+    "mdi_shared.cost": "ConstantCost HostCost StepCost",
+    "mdi_shared.errors": "ConfigError DeadlockError MiniDeepInferError TraceError",
+    "mdi_shared.hardware": "B200 H200 Hardware",
+    "mdi_shared.linear_cost": "LinearCost",
+    "mdi_shared.placement": "LeastTokens Placement RoundRobin",
+    "mdi_shared.roofline": "Efficiencies RooflineCost",
+    "mdi_shared.shape": "TINY V41_FLASH ModelShape",
+    "mdi_traces": "WORKLOADS ChatSessions Finding Fixed LogNormal Poisson RequestTrace Run Uniform "
+    "Workload check_requests check_run generate_workload load_requests load_run parse_arrivals "
+    "parse_lengths",
+    "minideepinfer.run_summary": "RunSummary summarize",
+    "minideepinfer.simulated": "SimulatedRun simulate",
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("mini-deepinfer")
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found: object = getattr(import_module(_HOME[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return __all__

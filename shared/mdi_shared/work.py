@@ -215,7 +215,8 @@ class _CappedGroups:
         """Sum over the first `below` contexts, which are under the cap, for j = 0..ratio - 1."""
         ratio, shift = self._ratio, self._shift
         members = self._contexts[:below]
-        places = [(k + shift) % ratio for k in members]
+        assert ratio <= 256, "places are counted as bytes"
+        places = bytes([(k + shift) % ratio for k in members])
         counts = [places.count(place) for place in range(ratio)]
         total = (sum(members) + shift * below - sum(places)) // ratio
         # One more token completes a group for those at the last place of theirs.
