@@ -1,0 +1,86 @@
+"""Paths on the command line: what is there, and whether something can be written there.
+
+A path that is not there is a wrong question (exit code 2), a file that is broken is an answer (1);
+so presence is tested here, before a reader sees the file. Output paths are tested before any
+work, so that a long simulation is not lost to a misspelt folder.
+
+Read next: `minideepinfer/saving.py` (the files of a run).
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mdi_shared.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mdi_traces.requests import RequestTrace
+    from mdi_traces.run import Run
+
+TRACE_ENDINGS = (".parquet", ".jsonl", ".csv")
+
+
+def require_input(path: Path) -> None:
+    """Raise `ConfigError` unless `path` is a file."""
+    if path.is_dir():
+        raise ConfigError("path", str(path), "is a folder, not a file")
+    if not path.exists():
+        raise ConfigError("path", str(path), "no such file")
+
+
+def require_output(name: str, path: Path, endings: tuple[str, ...] = ()) -> None:
+    """Raise `ConfigError` unless a file `path` can be made: an ending of `endings`, a folder."""
+    if endings and not path.name.endswith(endings):
+        raise ConfigError(name, str(path), f"must end in {', '.join(endings)}")
+    if path.is_dir():
+        raise ConfigError(name, str(path), "is a folder")
+    if not path.parent.is_dir():
+        raise ConfigError(name, str(path), f"there is no folder {path.parent}")
+
+
+def is_run(path: Path) -> bool:
+    """Say whether `path` is a run: its prefix, or one of its files with its steps beside it."""
+    from mdi_traces.run import run_prefix
+    from minideepinfer.saving import RUN_ENDINGS, run_files
+
+    if path.name.endswith(RUN_ENDINGS):
+        return Path(run_prefix(path) + ".steps.parquet").exists()
+    return not path.is_file() and bool(run_files(path))
+
+
+def read_run(path: Path) -> "Run":
+    """Read a run by its prefix or one of its files. Raises `ConfigError` when there is none."""
+    from mdi_traces.run import load_run
+
+    if not is_run(path):
+        require_input(path)
+        raise ConfigError("path", str(path), "is not a run: give its prefix or one of its files, "
+                          "PREFIX.steps.parquet and so on")  # fmt: skip
+    return load_run(path)
+
+
+def read_requests(
+    path: Path,
+    *,
+    format: str | None = None,
+    limit: int | None = None,
+    sort: bool = False,
+    arrivals: str | None = None,
+    seed: int = 0,
+    closed_loop: bool = False,
+) -> "RequestTrace":
+    """Read a request trace as `load_requests` does; `arrivals` is a text such as `poisson:5`."""
+    from mdi_traces.distributions import parse_arrivals
+    from mdi_traces.formats import load_requests
+
+    require_input(path)
+    process = None if arrivals is None else parse_arrivals(arrivals)
+    try:
+        return load_requests(
+            path, format=format, limit=limit, sort=sort, arrivals=process, seed=seed,
+            closed_loop=closed_loop,
+        )  # fmt: skip
+    except ConfigError as error:
+        if error.field != "arrivals" or arrivals is not None:
+            raise
+        raise ConfigError("arrivals", None, f"{path} has no arrival times: give some, such as "
+                          "--arrivals poisson:5") from error  # fmt: skip

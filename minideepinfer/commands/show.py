@@ -1,0 +1,136 @@
+"""`mdi show`: what a file is, where it comes from, what is in it.
+
+A run is summed up, with its slowest steps; a request trace gets its columns, lengths and time
+span. It checks no laws.
+
+Read next: `describe.py` (the facts), `check.py`.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mdi_shared.errors import ConfigError
+from minideepinfer.commands.describe import (
+    columns,
+    head_rows,
+    origin,
+    request_statistics,
+    slowest_steps,
+)
+from minideepinfer.commands.files import is_run, read_requests, read_run
+from minideepinfer.commands.screen import facts_table, show_json, show_table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from mdi_traces.run import Run
+
+SLOWEST = 5
+
+
+def show(
+    path: Annotated[Path, typer.Argument(help="Request trace, or a run by its prefix or a file.")],
+    *,
+    head: Annotated[int, typer.Option(help="Also show the first N rows.", metavar="N")] = 0,
+    format: Annotated[str | None, typer.Option(help="Format of a request trace.")] = None,
+    arrivals: Annotated[
+        str | None, typer.Option(help="Arrival times for a trace without any, like poisson:5.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Show what a trace file holds: origin, columns, lengths, time span; for a run its summary."""
+    if head < 0:
+        raise ConfigError("head", head, "must be at least 0 rows")
+    if is_run(path):
+        _show_run(read_run(path), path, head, json)
+        return
+    trace = read_requests(path, format=format, arrivals=arrivals)
+    facts: dict[str, Any] = {
+        "path": str(path),
+        "table": "requests",
+        "rows": len(trace),
+        "origin": origin(trace.metadata),
+        "columns": columns(trace.table, "requests"),
+        "statistics": request_statistics(trace),
+        "head": head_rows(trace.table, head),
+    }
+    if json:
+        show_json(facts)
+    else:
+        show_table(*_request_tables(facts))
+
+
+def _show_run(run: "Run", path: Path, head: int, json: bool) -> None:
+    from minideepinfer.run_summary import summarize
+
+    summary = summarize(run)
+    tables = {"steps": run.steps_table, "items": run.items_table, "requests": run.requests_table}
+    facts: dict[str, Any] = {
+        "path": str(path),
+        "table": "run",
+        "rows": {name: len(table) for name, table in tables.items() if table is not None},
+        "origin": origin(run.metadata),
+        "slowest_steps": slowest_steps(run.steps_table, SLOWEST),
+        "head": head_rows(run.steps_table, head),
+    }
+    if json:
+        show_json({**facts, "summary": summary.to_dict()})
+        return
+    show_table(
+        *_origin_tables(facts),
+        "",
+        summary.table(),
+        "",
+        _rows_table("Slowest steps", facts["slowest_steps"]),
+        *_head_tables(facts),
+    )
+
+
+def _request_tables(facts: Mapping[str, Any]) -> list["RenderableType"]:
+    from mdi_analysis.report import make_table, number
+
+    statistics = dict(facts["statistics"])
+    tokens = statistics.pop("tokens")
+    stats = list(next(iter(tokens.values())))
+    rows = [(name, *(number(values[s]) for s in stats)) for name, values in tokens.items()]
+    columns = [tuple(column.values()) for column in facts["columns"]]
+    return [
+        *_origin_tables(facts),
+        facts_table("", [(name, number(value)) for name, value in statistics.items()]),
+        "",
+        make_table("Lengths, tokens", ("column", *stats), rows),
+        make_table("Columns", ("column", "type", "unit", "meaning"), columns, n_text=4),
+        *_head_tables(facts),
+    ]
+
+
+def _origin_tables(facts: Mapping[str, Any]) -> list["RenderableType"]:
+    rows = facts["rows"]
+    counts = rows if isinstance(rows, Mapping) else {facts["table"]: rows}
+    size = ", ".join(f"{count:,} {name}" for name, count in counts.items())
+    known = [(name, _text(value)) for name, value in facts["origin"].items()]
+    return [facts_table(f"{facts['path']}: {size}", known)]
+
+
+def _head_tables(facts: Mapping[str, Any]) -> list["RenderableType"]:
+    return ["", _rows_table("First rows", facts["head"])] if facts["head"] else []
+
+
+def _rows_table(title: str, rows: list[dict[str, Any]]) -> "RenderableType":
+    """Return rows as lines of name=value: a table of fifty columns fits no terminal."""
+    lines = [
+        (str(index), "  ".join(f"{name}={_text(value)}" for name, value in row.items()))
+        for index, row in enumerate(rows)
+    ]
+    return facts_table(title, lines)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={_text(v)}" for name, v in value.items()) or "defaults"
+    if isinstance(value, list | tuple):
+        return " ".join(_text(v) for v in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)

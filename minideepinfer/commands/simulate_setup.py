@@ -1,0 +1,121 @@
+"""From the options of `mdi simulate` to what `simulate` takes: requests, scheduler, cost model.
+
+Nothing is run here.
+
+Read next: `simulate.py`.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from mdi_shared.config import SchedulerConfig
+from mdi_shared.cost import StepCost
+from mdi_shared.errors import ConfigError
+from mdi_shared.footprint import weight_bytes
+from mdi_shared.hardware import hardware_by_name
+from mdi_shared.linear_cost import LinearCost
+from mdi_shared.roofline import RooflineCost
+from mdi_shared.shape import ModelShape
+from minideepinfer.commands.files import read_requests, require_input
+from minideepinfer.commands.simulate_options import (
+    DEFAULT_HARDWARE,
+    DEFAULT_REQUESTS,
+    SimulateOptions,
+)
+
+if TYPE_CHECKING:
+    from mdi_traces.requests import RequestTrace
+
+SPLIT_WEIGHTS = ("routed_experts", "engram_tables")  # over expert-parallel ranks
+GB = 1e9
+
+
+def make_work(options: SimulateOptions) -> "RequestTrace":
+    """Return the requests to simulate. Raises `ConfigError` and `TraceError`."""
+    work = _generated(options) if options.trace is None else _read(options)
+    if options.closed_loop is False:
+        work = work.to_open_loop()
+    return work if options.speed is None else work.scaled(options.speed)
+
+
+def _generated(options: SimulateOptions) -> "RequestTrace":
+    from mdi_traces.distributions import parse_arrivals
+    from mdi_traces.generate import generate_workload
+
+    assert options.workload is not None, "options name a trace or a workload"
+    work = generate_workload(
+        options.workload,
+        num_requests=DEFAULT_REQUESTS if options.requests is None else options.requests,
+        seed=options.seed,
+        rate=options.rate,
+        arrivals=None if options.arrivals is None else parse_arrivals(options.arrivals),
+    )
+    if options.closed_loop and work.table["think_ns"].null_count == len(work):
+        raise ConfigError("closed_loop", True, f"workload {options.workload!r} has no sessions")
+    return work
+
+
+def _read(options: SimulateOptions) -> "RequestTrace":
+    assert options.trace is not None, "options name a trace or a workload"
+    return read_requests(
+        options.trace,
+        format=options.format,
+        limit=options.limit,
+        sort=bool(options.sort),
+        arrivals=options.arrivals,
+        seed=options.seed,
+        closed_loop=bool(options.closed_loop),
+    )
+
+
+def make_cost(options: SimulateOptions, shape: ModelShape) -> StepCost:
+    """Return the fitted model of `--cost`, or the roofline."""
+    if options.cost is not None:
+        require_input(options.cost)
+        return LinearCost.from_json(options.cost)
+    hardware = hardware_by_name(options.hardware or DEFAULT_HARDWARE)
+    ep = options.ranks if options.ep is None else options.ep
+    if ep < 1:
+        name = "ranks" if options.ep is None else "ep"
+        raise ConfigError(name, ep, "must be at least 1")
+    return RooflineCost(hardware, shape, ep=ep)
+
+
+def make_scheduler(
+    options: SimulateOptions, given: Mapping[str, Any], shape: ModelShape
+) -> SchedulerConfig:
+    """Return the scheduler's options, its KV pool sized by `--kv-cache-memory-gb` where given."""
+    config = SchedulerConfig.from_mapping(given)
+    pool_gb = options.kv_cache_memory_gb
+    if pool_gb is None:
+        return config
+    if not 0 < pool_gb < math.inf:
+        raise ConfigError("kv_cache_memory_gb", pool_gb, "must be a finite number above 0")
+    block_bytes = shape.kv_bytes_per_block(config.block_size)
+    num_blocks = int(pool_gb * GB // block_bytes)
+    if num_blocks < 2:
+        raise ConfigError("kv_cache_memory_gb", pool_gb, "must hold at least 2 blocks of "
+                          f"{block_bytes:,} bytes")  # fmt: skip
+    return SchedulerConfig.from_mapping({**given, "num_blocks": num_blocks})
+
+
+def memory_note(cost: StepCost, shape: ModelShape, config: SchedulerConfig) -> str | None:
+    """Say when model and KV pool exceed the roofline's device; None when they fit.
+
+    Experts and Engram tables count as split over `ep` ranks, all other weights on each.
+    """
+    if not isinstance(cost, RooflineCost):
+        return None
+    weights = weight_bytes(shape)
+    split = sum(weights[name] for name in SPLIT_WEIGHTS)
+    per_rank = split / cost.ep + sum(weights.values()) - split
+    pool = config.num_blocks * shape.kv_bytes_per_block(config.block_size)
+    pool += config.num_slots * shape.state_bytes_per_slot
+    if per_rank + pool <= cost.hardware.hbm_bytes:
+        return None
+    return (
+        f"{shape.name} with ep {cost.ep} needs {per_rank / GB:,.0f} GB of weights and "
+        f"{pool / GB:,.1f} GB of caches per device, {cost.hardware.name} has "
+        f"{cost.hardware.hbm_bytes / GB:,.0f} GB: predicted as if they fitted"
+    )

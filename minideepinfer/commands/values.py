@@ -1,0 +1,104 @@
+"""Option values from text and TOML, by their declared types. No default replaces a bad value.
+
+Read next: `simulate_options.py`, which puts the values together.
+"""
+
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args
+
+from mdi_shared.errors import ConfigError
+
+Types = Mapping[str, Any]  # option name -> its declared type, as `typing.get_type_hints` gives it
+BOOLS = {"true": True, "false": False}
+NONE = "none"
+
+
+def read_config(path: Path, tables: Mapping[str, Types]) -> dict[str, dict[str, Any]]:
+    """Read a TOML file of `tables`; each value must have its option's type.
+
+    TOML has no null, so "none" stands for None. Raises `ConfigError` naming file, table and key.
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("config", str(path), f"cannot be read: {error.strerror}") from error
+    except ValueError as error:  # neither text nor TOML
+        raise ConfigError("config", str(path), f"is not TOML: {error}") from error
+    known = ", ".join(f"[{name}]" for name in tables)
+    found = {}
+    for name, table in document.items():
+        if name not in tables or not isinstance(table, dict):
+            raise ConfigError(f"{path}: {name}", table, f"unknown table; known: {known}")
+        found[name] = {
+            key: _typed(f"{path}: {name}.{key}", value, _declared(tables[name], key, value, path))
+            for key, value in table.items()
+        }
+    return found
+
+
+def parse_pairs(pairs: Sequence[str], types: Types) -> dict[str, Any]:
+    """Read `key=value` texts. Raises `ConfigError` naming the option."""
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise ConfigError("set", pair, "must be key=value")
+        name, text = name.strip(), text.strip()
+        if name in found:
+            raise ConfigError("set", pair, f"{name} is set twice")
+        found[name] = _parsed(name, text, _declared(types, name, text))
+    return found
+
+
+def _declared(types: Types, name: str, value: object, path: Path | None = None) -> tuple[type, ...]:
+    if name not in types:
+        near = difflib.get_close_matches(name, types, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        where = name if path is None else f"{path}: {name}"
+        raise ConfigError(where, value, f"unknown option; {hint}known: {', '.join(types)}")
+    return get_args(types[name]) or (types[name],)
+
+
+def _wanted(kinds: tuple[type, ...]) -> str:
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text",
+             Path: "a path", NoneType: NONE}  # fmt: skip
+    return f"must be {' or '.join(names[kind] for kind in kinds)}"
+
+
+def _typed(where: str, value: object, kinds: tuple[type, ...]) -> Any:  # noqa: ANN401
+    """Return a TOML value as its option wants it."""
+    if value == NONE and NoneType in kinds:
+        return None
+    if type(value) is float and float in kinds and math.isfinite(value):
+        return value
+    if type(value) is int and float in kinds and int not in kinds:
+        return float(value)
+    if type(value) is str and Path in kinds:
+        return Path(value)
+    if type(value) is not float and type(value) in kinds:
+        return value
+    raise ConfigError(where, value, _wanted(kinds))
+
+
+def _parsed(name: str, text: str, kinds: tuple[type, ...]) -> Any:  # noqa: ANN401
+    """Return the value that a text stands for."""
+    if text == NONE and NoneType in kinds:
+        return None
+    if bool in kinds and text in BOOLS:
+        return BOOLS[text]
+    if str in kinds:
+        return text
+    for kind in (int, float):
+        if kind in kinds:
+            try:
+                number = kind(text)
+            except ValueError:
+                continue
+            if math.isfinite(number):
+                return number
+    raise ConfigError(name, text, _wanted(kinds))

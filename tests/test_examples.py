@@ -1,0 +1,146 @@
+"""Examples, and what README.md and docs/ show, do run.
+
+Every script of examples/ runs in a fresh interpreter. Of each document the fenced `python` blocks
+run in order, in one namespace per document, and of its `console` and `bash` blocks the lines that
+begin with `mdi` or `.venv/bin/mdi`; other lines are set-up and are left to CI. A block after a line
+`<!-- not run: reason -->` is skipped. They run in a folder that holds what the documents speak of:
+a saved run `run` and a trace `conversation.jsonl`; `run` is a name in Python blocks, too.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import rich
+
+import minideepinfer as mdi
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
+FENCE = re.compile(r"^(\s*)```(\w*)\s*$")
+
+SAYS = {
+    "replay_a_trace": r"laws broken: 0\n",
+    "compare_token_budgets": r"plans: identical for \d+ steps, then step .*itl_ms p99: \d",
+    "sweep_attempt_interval": r"interval .*\n +1 +\d+ .*\n +10 .*\n +70 .*\n +300 ",
+    "closed_loop_sessions": r"closed loop: 400 of 400 completed .*\nopen loop  : 400 of 400 ",
+    "ranks_and_placement": r"FirstRank  : TTFT .* busiest rank 4\.00 times the mean",
+    "read_step_tables": r"decode +\d+ .*the slowest prefill steps\n.*n_cached",
+}
+
+
+class Block(NamedTuple):
+    """A fenced block: where it begins, its language and text, and why it is not run."""
+
+    document: Path
+    line: int
+    language: str
+    text: str
+    not_run: str | None
+
+    def __str__(self) -> str:
+        return f"{self.document.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(document: Path) -> Iterator[Block]:
+    lines = iter(enumerate(document.read_text(encoding="utf-8").splitlines(), start=1))
+    before = ""
+    for number, line in lines:
+        fence = FENCE.match(line)
+        if fence is None:
+            before = line if line.strip() else before
+            continue
+        indent, language = fence.groups()
+        text = []
+        for _, inside in lines:
+            if inside.strip() == "```":
+                break
+            text.append(inside.removeprefix(indent))
+        skip = NOT_RUN.fullmatch(before.strip())
+        yield Block(document, number, language, "\n".join(text), skip and skip[1])
+        before = ""
+
+
+def commands(block: Block) -> list[str]:
+    """Return the block's `mdi` command lines, continued lines joined."""
+    whole = block.text.replace("\\\n", " ").splitlines()
+    bare = [line.strip().removeprefix("$ ").removeprefix(".venv/bin/") for line in whole]
+    return [line for line in bare if line.startswith("mdi ")]
+
+
+ALL = [block for document in DOCUMENTS for block in blocks(document)]
+SHELL = [
+    block for block in ALL if block.language in ("console", "bash") and commands(block)
+]  # fmt: skip
+PYTHON = [
+    document
+    for document in DOCUMENTS
+    if any(block.language == "python" for block in blocks(document))
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def work():
+    return mdi.generate_workload("mooncake-conversation", num_requests=20, seed=1)
+
+
+@pytest.fixture
+def folder(work, tmp_path, monkeypatch):
+    """An empty folder but for a run and a trace, and current."""
+    mdi.simulate(work).save(tmp_path / "run")
+    work.save(tmp_path / "conversation.jsonl")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
+def test_examples_run(path, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", path],
+        capture_output=True, text=True, check=False, cwd=tmp_path, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.search(SAYS[path.stem], done.stdout, re.DOTALL), done.stdout
+    assert 20 <= len(path.read_text(encoding="utf-8").splitlines()) <= 45
+
+
+@pytest.mark.parametrize("document", PYTHON, ids=lambda p: p.name)
+def test_python_blocks_run(document, folder):
+    namespace = {"run": mdi.load_run("run"), "rich": rich}
+    for block in blocks(document):
+        if block.language == "python" and block.not_run is None:
+            code = compile("\n" * block.line + block.text, str(document), "exec")
+            exec(code, namespace)
+
+
+@pytest.mark.parametrize("block", SHELL, ids=str)
+def test_mdi_commands_run(block, folder):
+    if block.not_run:
+        pytest.skip(block.not_run)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for line in commands(block):
+        done = subprocess.run(
+            line, shell=True, capture_output=True, text=True, check=False, cwd=folder,
+            env={**os.environ, "PATH": path}, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{line}\n{done.stderr}"
+
+
+def test_blocks_and_commands_are_found(tmp_path):
+    """The reader of documents itself, on a document made for it."""
+    document = tmp_path / "d.md"
+    document.write_text(
+        "text\n```bash\npython3 -m venv .venv\n.venv/bin/mdi show run \\\n  --head 1  # why\n```\n"
+        "<!-- not run: needs a GPU -->\n```python\nx = 1\n```\n```python\nx = 2\n```\n"
+    )
+    found = list(blocks(document))
+    assert [(b.line, b.language, b.not_run) for b in found] == [
+        (2, "bash", None), (8, "python", "needs a GPU"), (11, "python", None),
+    ]  # fmt: skip
+    assert commands(found[0]) == ["mdi show run    --head 1  # why"]
