@@ -1,0 +1,288 @@
+"""The engine: drives the serving loop of `mdi_shared` with a wall clock and a real model.
+
+`LLMEngine.step` runs the loop up to its next look at the world, that is one engine turn. It answers
+effects and decides nothing; the simulator's driver (`mdi_sim/driver.py`) answers the same ones in
+virtual time.
+
+Read next: `llm.py` (the offline class), `runner.py` (the device), `mdi_shared/loop.py`.
+"""
+
+import random
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+from mdi_exec.errors import EngineStoppedError
+from mdi_exec.recording import Recording
+from mdi_exec.request_state import RequestOutput, RequestState
+from mdi_exec.runner import ModelRunner, StepTokens
+from mdi_exec.sampling import SamplingParams
+from mdi_exec.tokenizer import Tokenizer
+from mdi_shared.errors import ConfigError
+from mdi_shared.loop import (
+    Answer,
+    AwaitArrival,
+    AwaitStep,
+    Effect,
+    Launch,
+    News,
+    Poll,
+    Report,
+    Vote,
+    serve,
+)
+from mdi_shared.plan import Ending, StepOutcome, StepPlan, StepResult
+from mdi_shared.request import Request
+from mdi_shared.scheduler import Scheduler
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A launched step; `tokens` and `awaited_ns` are filled in when it has ended."""
+
+    plan: StepPlan
+    requests: list[RequestState]
+    future: "Future[StepTokens]"
+    tokens: StepTokens | None = None
+    awaited_ns: int = 0
+
+
+class LLMEngine:
+    """Serves requests as they come. Not thread-safe but for `add_request` and `abort_request`.
+
+    `recording`, when given, receives every step; it costs a few integers each.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        *,
+        vocab_size: int,
+        tokenizer: Tokenizer | None = None,
+        recording: Recording | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.vocab_size = vocab_size
+        self.tokenizer = tokenizer
+        self.recording = recording
+        self._dice = random.Random(seed)  # seeds of requests that bring none
+        self._inbox: list[RequestState] = []
+        self._aborts: list[str] = []
+        self._lock = threading.Lock()
+        self._live: dict[str, RequestState] = {}
+        self._by_seq: dict[int, RequestState] = {}
+        self._num_submitted = 0
+        self._num_added = 0
+        self._flights: deque[_InFlight] = deque()
+        self._outputs: list[RequestOutput] = []
+        self._loop = serve(scheduler)
+        self._effect: Effect | None = None  # what the loop is waiting for an answer to
+        self._stopped: str | None = None  # why, once it has
+        self._start_ns = time.monotonic_ns()
+        self._poll_ns = 0
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def now_ns(self) -> int:
+        """Nanoseconds since the engine started."""
+        return time.monotonic_ns() - self._start_ns
+
+    def add_request(
+        self, prompt_token_ids: list[int], params: SamplingParams, req_id: str | None = None
+    ) -> str:
+        """Queue a request and return its id (made up from a counter if not given).
+
+        Raises `ConfigError` for an empty prompt, a token id outside the vocabulary, or an id that
+        is in use, and `EngineStoppedError` once the engine is closed. A prompt too long for the
+        model is answered with `prompt_length_exceeded`.
+        """
+        self.check_request(prompt_token_ids, params)
+        with self._lock:
+            name = req_id if req_id is not None else str(self._num_added)
+            if name in self._live:
+                raise ConfigError("req_id", name, "is in use by an unfinished request")
+            if params.seq_seed is None:
+                params = replace(params, seq_seed=self._dice.getrandbits(64))
+            state = RequestState(
+                req_id=name,
+                prompt_len=len(prompt_token_ids),
+                tokens=list(prompt_token_ids),
+                params=params,
+                arrival_ns=self.now_ns(),
+                row=self._num_added,
+            )
+            self._num_added += 1
+            self._live[name] = state
+            self._inbox.append(state)
+        return name
+
+    def check_request(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        """Raise what `add_request` would raise for this prompt; queue nothing."""
+        self._require_open()
+        if not prompt_token_ids:
+            raise ConfigError("prompt_token_ids", prompt_token_ids, "must hold at least one token")
+        for index, token in enumerate(prompt_token_ids):
+            if type(token) is not int or not 0 <= token < self.vocab_size:
+                raise ConfigError(f"prompt_token_ids[{index}]", token,
+                                  f"must be an int from 0 to {self.vocab_size - 1}")  # fmt: skip
+        params.require_vocabulary(self.vocab_size)
+
+    def abort_request(self, req_id: str) -> None:
+        """End a request at the next step; unknown and finished ids are ignored."""
+        with self._lock:
+            self._aborts.append(req_id)
+
+    def has_unfinished_requests(self) -> bool:
+        """Say whether some request has not been answered in full yet."""
+        return bool(self._live)
+
+    # ---- turns ---------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Run one turn of the loop and return what became visible in it.
+
+        Returns at once when there is nothing to do. Raises `NumericsError` or `DeadlockError`;
+        the engine is closed then, results of earlier steps stay valid, and every later call raises
+        `EngineStoppedError`.
+        """
+        self._guarded_turn()
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def drain(self) -> None:
+        """Run until the engine is idle; what becomes visible comes with the next `step`."""
+        while self.scheduler.has_unfinished() or self.scheduler.num_in_flight:
+            self._guarded_turn()
+
+    def close(self) -> None:
+        """Stop the device worker; harmless when done twice."""
+        self._stop("it was closed")
+
+    def _stop(self, reason: str) -> None:
+        self._stopped = self._stopped or reason
+        self.runner.close()
+
+    def _require_open(self) -> None:
+        if self._stopped is not None:
+            raise EngineStoppedError(self._stopped)
+
+    def _guarded_turn(self) -> None:
+        self._require_open()
+        try:
+            self._turn()
+        except BaseException as error:
+            self._stop(str(error) or type(error).__name__)
+            raise
+
+    def _turn(self) -> None:
+        if self._effect is None:
+            self._effect = next(self._loop)
+        if isinstance(self._effect, AwaitArrival):
+            if not self._has_news():
+                return
+            self._effect = self._loop.send(True)
+        assert isinstance(self._effect, Poll), "a turn begins with a look at the world"
+        answer: Answer = self._poll()
+        while True:
+            effect = self._loop.send(answer)
+            if isinstance(effect, Poll | AwaitArrival):
+                self._effect = effect
+                return
+            answer = self._answer(effect)
+
+    def _answer(self, effect: Effect) -> Answer:
+        if isinstance(effect, Launch):
+            return self._launch(effect.plan)
+        if isinstance(effect, AwaitStep):
+            return self._await_step()
+        if isinstance(effect, Report):
+            self._report(effect)
+            return None
+        assert isinstance(effect, Vote), effect
+        return effect.ballot.want  # a group of one
+
+    def _has_news(self) -> bool:
+        with self._lock:
+            return bool(self._inbox or self._aborts)
+
+    def _poll(self) -> News:
+        with self._lock:
+            arrived, self._inbox = self._inbox, []
+            aborts, self._aborts = self._aborts, []
+            self._poll_ns = self.now_ns()  # under the lock: who arrived before it is in `arrived`
+        for state in arrived:
+            self._by_seq[self._num_submitted] = state
+            self._num_submitted += 1
+            if self.recording is not None:
+                self.recording.submitted(state)
+        return News(tuple(self._request(state) for state in arrived), tuple(aborts))
+
+    def _request(self, state: RequestState) -> Request:
+        params = state.params
+        return Request(
+            req_id=state.req_id,
+            prompt_len=state.prompt_len,
+            max_tokens=params.max_tokens,
+            ignore_eos=params.ignore_eos,
+            stop_token_ids=params.stop_token_ids,
+        )
+
+    # ---- effects -------------------------------------------------------------------------------
+
+    def _launch(self, plan: StepPlan) -> int:
+        planned_ns = self.now_ns()
+        requests = [self._by_seq[seq_id] for seq_id in plan.seq_ids]
+        future, handed_ns = self.runner.launch(plan, requests)
+        self._flights.append(_InFlight(plan, requests, future))
+        if self.recording is not None:
+            launched_ns = handed_ns - self._start_ns
+            self.recording.launched(plan, self._poll_ns, planned_ns, launched_ns)
+        return 1
+
+    def _await_step(self) -> StepResult:
+        flight = next(flight for flight in self._flights if flight.tokens is None)
+        flight.tokens = flight.future.result()
+        flight.awaited_ns = self.now_ns()
+        drawn: list[tuple[int, ...]] = [(token,) for token in flight.tokens.token_ids]
+        return StepResult((*drawn, ()) if flight.plan.is_partial else tuple(drawn))
+
+    def _report(self, report: Report) -> None:
+        if report.outcome is not None:
+            flight = self._flights.popleft()
+            self._keep(flight, report.outcome)
+            if self.recording is not None:
+                assert flight.tokens is not None, "a reported step has been awaited"
+                start = flight.tokens.start_ns - self._start_ns
+                end = flight.tokens.end_ns - self._start_ns
+                self.recording.landed(start, end, flight.awaited_ns, self.now_ns())
+        for ending in report.ended:
+            self._finish(ending, ())
+        if self.recording is not None:
+            self.recording.reported(report, self.now_ns())
+
+    def _keep(self, flight: _InFlight, outcome: StepOutcome) -> None:
+        """Store a step's visible tokens and show them."""
+        assert flight.tokens is not None, "a reported step has been awaited"
+        ended = {ending.seq_id: ending for ending in outcome.ended}
+        columns = zip(outcome.seq_ids, flight.requests, outcome.tokens, strict=True)
+        for index, (seq_id, state, new) in enumerate(columns):
+            if not new:
+                continue
+            state.tokens += new
+            state.logprobs.append(flight.tokens.logprobs[index])
+            if seq_id in ended:
+                self._finish(ended[seq_id], new)
+            else:
+                self._outputs.append(RequestOutput(state, new, self.tokenizer))
+
+    def _finish(self, ending: Ending, new: tuple[int, ...]) -> None:
+        """Show a request's last output and forget it; steps in flight keep their own list."""
+        state = self._by_seq.pop(ending.seq_id)
+        state.finish_reason = ending.reason
+        self._live.pop(state.req_id, None)
+        self._outputs.append(RequestOutput(state, new, self.tokenizer))

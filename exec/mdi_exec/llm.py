@@ -1,0 +1,238 @@
+"""Offline generation: load a checkpoint, give prompts, get outputs.
+
+    with LLM("path/or/hub-id", max_model_len=4096, kv_cache_memory_gb=2.0) as llm:
+        outputs = llm.generate(["Hello"], SamplingParams(max_tokens=16))
+
+Read next: `options.py` (what can be set), `engine.py` (what runs).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from mdi_exec.cache import CacheLayout, DeviceCache
+from mdi_exec.checkpoint import Checkpoint, open_checkpoint
+from mdi_exec.engine import LLMEngine
+from mdi_exec.model.shape import shape_of
+from mdi_exec.model.transformer import Transformer
+from mdi_exec.model.weights import ExpansionBudget, Weights
+from mdi_exec.numerics import Numerics
+from mdi_exec.options import DEFAULT_KV_CACHE_GB, GB, EngineOptions, scheduler_config, split_options
+from mdi_exec.recording import Recording
+from mdi_exec.request_state import RequestOutput
+from mdi_exec.runner import ModelRunner
+from mdi_exec.sampler import Sampler
+from mdi_exec.sampling import SamplingParams
+from mdi_exec.tokenizer import Tokenizer, compressed_vocab_map
+from mdi_shared.chunking import make_policy
+from mdi_shared.errors import ConfigError
+from mdi_shared.hardware import H200
+from mdi_shared.roofline import RooflineCost
+from mdi_shared.scheduler import Scheduler
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A loaded model and its engine.
+
+    `model` is a checkpoint directory or a hub id. Keyword options are those of `EngineOptions` and
+    `SchedulerConfig`; an unknown one raises `ConfigError` listing them all. Raises
+    `CheckpointError` when the checkpoint is not what its config says.
+    """
+
+    def __init__(self, model: str | Path, **options: object) -> None:
+        self.options, scheduler_options = split_options(options)
+        self.checkpoint = open_checkpoint(model, self.options.revision)
+        self.checkpoint.verify()
+        self.config = self.checkpoint.config
+        self.tokenizer = _tokenizer(self.checkpoint)
+        _check_weight_memory(self.checkpoint, self.options)
+        numerics = Numerics(self.options.numerics)
+        self.model = Transformer(
+            self.config,
+            Weights(
+                self.checkpoint,
+                self.options.device,
+                budget=ExpansionBudget(self.options.expanded_weights_bytes),
+            ),
+            token_map=self._token_map(),
+            numerics=numerics,
+        )
+        layout = CacheLayout(config=self.config, numerics=numerics)
+        self.scheduler_config = scheduler_config(
+            scheduler_options,
+            layout,
+            _kv_bytes(self.options),
+            eos_token_id=self.config.eos_token_id,
+            max_positions=self.config.max_position_embeddings,
+        )
+        self.engine = self._engine(layout)
+
+    def _engine(self, layout: CacheLayout) -> LLMEngine:
+        config, device = self.scheduler_config, self.options.device
+        shape = shape_of(
+            self.config,
+            self.checkpoint.directory.name,
+            replay_keep_tokens=self.options.replay_keep_tokens,
+        )
+        cache = DeviceCache(
+            layout, num_blocks=config.num_blocks, num_slots=config.num_slots, device=device
+        )
+        sampler = Sampler(
+            self.config.vocab_size, eos_token_id=self.config.eos_token_id, device=device
+        )
+        runner = ModelRunner(
+            self.model, cache, sampler, replay_keep_tokens=self.options.replay_keep_tokens
+        )
+        recording = None
+        if self.options.record is not None:
+            recording = Recording(
+                shape, hardware=_hardware(device), options={"engine": asdict(self.options)}
+            )
+        policy = make_policy(config, shape, RooflineCost(H200, shape))
+        return LLMEngine(
+            Scheduler(config, policy),
+            runner,
+            vocab_size=self.config.vocab_size,
+            tokenizer=self.tokenizer,
+            recording=recording,
+            seed=self.options.seed,
+        )
+
+    def _token_map(self) -> torch.Tensor | None:
+        """Token ids to the compressed ids Engram hashes; None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        token_map = compressed_vocab_map(self.tokenizer, self.config.vocab_size)
+        found, wanted = int(token_map.max()) + 1, self.config.engram_compressed_vocab_size
+        if self.config.engram_layer_ids and found != wanted:
+            raise ConfigError("engram_compressed_vocab_size", wanted,
+                              f"the checkpoint's tokenizer gives {found}")  # fmt: skip
+        return token_map
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        prompt_token_ids: Sequence[Sequence[int]] | None = None,
+    ) -> list[RequestOutput]:
+        """Serve all prompts and return their final outputs, in the order of the prompts.
+
+        Prompts are texts or token ids; `prompt_token_ids` is another name for the latter. One
+        `SamplingParams` serves all, or give one per prompt. Every prompt is answered: one that
+        cannot be served has a `finish_reason` that says so.
+        """
+        names = self._add_all(prompts, sampling_params, prompt_token_ids)
+        done: dict[str, RequestOutput] = {}
+        while self.engine.has_unfinished_requests():
+            done.update((out.req_id, out) for out in self.engine.step() if out.finished)
+        self.engine.drain()
+        self.save_recording()
+        return [done[name] for name in names]
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        prompt_token_ids: Sequence[Sequence[int]] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Like `generate`, but yield each request's output at every step that adds to it."""
+        self._add_all(prompts, sampling_params, prompt_token_ids)
+        while self.engine.has_unfinished_requests():
+            yield from self.engine.step()
+        self.engine.drain()
+        self.save_recording()
+
+    def save_recording(self) -> None:
+        """Write the run so far to the files `record` names; nothing without it."""
+        if self.options.record is not None and self.engine.recording is not None:
+            self.engine.recording.run(self.engine.scheduler).save(self.options.record)
+
+    def close(self) -> None:
+        """Save the recording and release the device; the object cannot be used afterwards."""
+        self.save_recording()
+        self.engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _add_all(
+        self,
+        prompts: Sequence[Prompt] | None,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        prompt_token_ids: Sequence[Sequence[int]] | None,
+    ) -> list[str]:
+        """Check everything first, so that a bad prompt leaves no other one half-started."""
+        if (prompts is None) == (prompt_token_ids is None):
+            raise ConfigError("prompts", prompts, "give either prompts or prompt_token_ids")
+        given = prompts if prompts is not None else prompt_token_ids
+        assert given is not None, "one of the two is given"
+        if isinstance(given, str):
+            raise ConfigError("prompts", given, "must be a list of prompts, not a single text")
+        all_ids = [self._encode(prompt) for prompt in given]
+        each = self._params_for(len(all_ids), params)
+        for ids, one in zip(all_ids, each, strict=True):
+            self.engine.check_request(ids, one)
+        return [self.engine.add_request(ids, one) for ids, one in zip(all_ids, each, strict=True)]
+
+    def _params_for(
+        self, count: int, params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if params is None:
+            return [SamplingParams() for _ in range(count)]
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise ConfigError("sampling_params", len(params),
+                              f"there must be one for each of the {count} prompts")  # fmt: skip
+        return list(params)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise ConfigError("prompts", prompt, "the checkpoint has no tokenizer.json; give "
+                              "token ids")  # fmt: skip
+        return self.tokenizer.encode(prompt)
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+    file = checkpoint.tokenizer_file
+    return Tokenizer.from_file(file) if file.exists() else None
+
+
+def _check_weight_memory(checkpoint: Checkpoint, options: EngineOptions) -> None:
+    limit = options.weight_cache_memory_gb
+    weights = checkpoint.weight_bytes
+    if limit is not None and weights > limit * GB:
+        raise ConfigError("weight_cache_memory_gb", limit,
+                          f"the checkpoint's weights take {weights / GB:.3f} GB")  # fmt: skip
+
+
+def _kv_bytes(options: EngineOptions) -> float:
+    """Bytes for the cache; a share of GPU memory counts what is free once the weights are in."""
+    if options.gpu_memory_utilization is None:
+        given = options.kv_cache_memory_gb
+        return (given if given is not None else DEFAULT_KV_CACHE_GB) * GB
+    free, total = torch.cuda.mem_get_info(options.device)
+    return free - (1.0 - options.gpu_memory_utilization) * total
+
+
+def _hardware(device: str) -> str:
+    if device == "cpu":
+        return "cpu"
+    return torch.cuda.get_device_name(device)

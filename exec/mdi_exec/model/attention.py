@@ -1,0 +1,86 @@
+"""Attention of one layer: low-rank queries over window, selected entries and sink (spec, §6).
+
+KV-source layers also compress; index sources also select. Everything a later layer borrows goes
+through the cache (entries, keys) or the step context (selection). Read next: `window.py`,
+`compressor.py`, `indexer.py`.
+"""
+
+import torch
+from torch import Tensor
+
+from mdi_exec.model.compressor import Compressor
+from mdi_exec.model.config import LayerPlan, ModelConfig
+from mdi_exec.model.indexer import Indexer, IndexKeys
+from mdi_exec.model.linear import QLinear
+from mdi_exec.model.norm import RmsNorm
+from mdi_exec.model.step_context import StepContext
+from mdi_exec.model.weights import Weights
+from mdi_exec.model.window import WindowKv
+from mdi_exec.ops.gemm import matmul
+from mdi_exec.ops.quantise import quantise_activation
+from mdi_exec.ops.rope import rotate
+from mdi_exec.ops.sparse_attention import sparse_attention
+
+
+class Attention:
+    """Call `store_entries` with every row of the step, then the layer itself with the kept rows."""
+
+    def __init__(self, config: ModelConfig, plan: LayerPlan, weights: Weights) -> None:
+        heads, width, rank = config.num_attention_heads, config.head_dim, config.q_lora_rank
+        self.plan = plan
+        self.head_shape = (heads, width)
+        self.wq_a = QLinear(weights, "wq_a", rank, config.hidden_size)
+        self.q_norm = RmsNorm(weights, "q_norm", rank, config.rms_norm_eps)
+        self.wq_b = QLinear(weights, "wq_b", heads * width, rank)
+        self.window = WindowKv(config, plan, weights)
+        self.sink = weights.tensor("attn_sink", heads)
+        self.output = GroupedOutput(config, weights)
+        self.compressor = self.index_keys = self.indexer = None
+        if plan.owns_compressor:
+            self.compressor = Compressor(config, plan, weights.sub("compressor"))
+            self.index_keys = IndexKeys(config, plan, weights.sub("indexer"))
+        if plan.is_index_source:
+            self.indexer = Indexer(config, plan, weights.sub("indexer"))
+
+    def store_entries(self, a_in: Tensor, ctx: StepContext) -> None:
+        """Compress a_in [T, D] into this layer's cache; a layer that owns none does nothing."""
+        if self.compressor is not None and self.index_keys is not None:
+            self.index_keys(self.compressor(a_in, ctx), ctx)
+
+    def __call__(self, a_in: Tensor, ctx: StepContext) -> Tensor:
+        """Return the sublayer's output [T, D] for its normed input a_in [T, D]."""
+        x = quantise_activation(a_in)
+        qr = quantise_activation(self.q_norm(self.wq_a(x)))
+        rotation = ctx.rotation(self.plan.ratio)
+        q = rotate(torch.unflatten(self.wq_b(qr), 1, self.head_shape), rotation)
+        if self.indexer is not None:
+            self.indexer(qr, a_in, ctx)
+        return self.output(rotate(self.attend(q, self.window(x, ctx), ctx), rotation, inverse=True))
+
+    def attend(self, q: Tensor, window: Tensor, ctx: StepContext) -> Tensor:
+        """Return the heads' outputs [T, H, d], not yet rotated back."""
+        if self.plan.kv_source is None:
+            return sparse_attention(q, window, ctx.window_rows, self.sink)
+        return sparse_attention(
+            q, window, ctx.window_rows, self.sink,
+            entries=ctx.cache.entries[self.plan.kv_source], entry_rows=ctx.selected,
+        )  # fmt: skip
+
+
+class GroupedOutput:
+    """The low-rank output projection: one down-projection per group of heads, one shared up.
+
+    The first weight is FP8 in the checkpoint, but its input is not rounded to FP8.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.num_groups, rank = config.o_groups, config.o_lora_rank
+        group_width = config.num_attention_heads * config.head_dim // config.o_groups
+        self.wo_a = weights.fp8("wo_a", config.o_groups * rank, group_width)
+        self.wo_b = QLinear(weights, "wo_b", config.hidden_size, config.o_groups * rank)
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        groups = torch.unflatten(heads.flatten(1), 1, (self.num_groups, -1))
+        down = torch.unflatten(self.wo_a.dequantised(), 0, (self.num_groups, -1))
+        parts = [matmul(groups[:, g], down[g]) for g in range(self.num_groups)]
+        return self.wo_b(quantise_activation(torch.cat(parts, dim=1).to(heads.dtype)))

@@ -1,0 +1,31 @@
+"""Linear layers: weights stay in their checkpoint format, only activations are converted."""
+
+from torch import Tensor
+
+from mdi_exec.model.weights import Weights
+from mdi_exec.ops.gemm import matmul, quantised_gemm
+from mdi_exec.ops.quantise import Quantised
+
+
+class QLinear:
+    """An FP8 weight [out, in]; takes a rounded input, returns the activation dtype."""
+
+    def __init__(self, weights: Weights, name: str, out_width: int, in_width: int) -> None:
+        self.weight = weights.fp8(name, out_width, in_width)
+
+    def __call__(self, x: Quantised | Tensor) -> Tensor:
+        return quantised_gemm(x, self.weight)
+
+
+class Linear:
+    """A bfloat16 weight [out, in], promoted to float32; `__call__` keeps x's dtype."""
+
+    def __init__(self, weights: Weights, name: str, out_width: int, in_width: int) -> None:
+        self.weight = weights.tensor(f"{name}.weight", out_width, in_width)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.float32(x).to(x.dtype)
+
+    def float32(self, x: Tensor) -> Tensor:
+        """Return the unrounded product, float32 [T, out]."""
+        return matmul(x, self.weight)

@@ -1,0 +1,176 @@
+"""The complete text model: embedding, layers, head. One call runs one step's ragged batch.
+
+Reading order: `Layer.__call__` (one layer in a dozen lines), `Transformer.forward`, then a part's
+own file. The draft head, the image tower and parallelism are not here.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mdi_exec.batch import Batch
+from mdi_exec.cache import DeviceCache
+from mdi_exec.model.attention import Attention
+from mdi_exec.model.config import LayerPlan, ModelConfig, require
+from mdi_exec.model.engram import Engram, EngramHash, EngramIds, engram_hashes
+from mdi_exec.model.hyper_connections import HyperConnection
+from mdi_exec.model.linear import Linear
+from mdi_exec.model.moe import Moe
+from mdi_exec.model.norm import RmsNorm
+from mdi_exec.model.rope import RopeTables
+from mdi_exec.model.step_context import StepContext
+from mdi_exec.model.weights import Weights
+from mdi_exec.numerics import Numerics
+from mdi_exec.ops.hyper_connections import hc_read, hc_write
+
+
+class Streams(NamedTuple):
+    """The residual state between sublayers: x [T, n, D], and who reads it next, float32 [T, n].
+
+    "Shifted" hyper-connections: a sublayer reads with coefficients made by the one before it.
+    """
+
+    x: Tensor
+    read: Tensor
+
+    def rows(self, index: Tensor) -> "Streams":
+        return Streams(self.x[index], self.read[index])
+
+
+class Layer:
+    """One decoder layer (or draft layer): attention and experts between hyper-connections."""
+
+    def __init__(self, config: ModelConfig, plan: LayerPlan, weights: Weights) -> None:
+        eps = config.rms_norm_eps
+        self.plan = plan
+        self.attn_norm = RmsNorm(weights, "attn_norm", config.hidden_size, eps)
+        self.ffn_norm = RmsNorm(weights, "ffn_norm", config.hidden_size, eps)
+        self.hc_attn = HyperConnection(config, weights, "hc_attn")
+        self.hc_ffn = HyperConnection(config, weights, "hc_ffn")
+        self.attention = Attention(config, plan, weights.sub("attn"))
+        self.moe = Moe(config, plan, weights.sub("ffn"))
+
+    def store_entries(self, streams: Streams, ctx: StepContext) -> None:
+        """Compress every row of the step into this layer's cache, if it is a KV source."""
+        if self.plan.owns_compressor:
+            a_in = self.attn_norm(hc_read(streams.x, streams.read))
+            self.attention.store_entries(a_in, ctx)
+
+    def __call__(self, streams: Streams, ctx: StepContext) -> Streams:
+        """Run the layer; its entries must be stored already (architecture spec, §4.2)."""
+        coefficients = self.hc_attn(streams.x)
+        a_in = self.attn_norm(hc_read(streams.x, streams.read))
+        x = hc_write(streams.x, self.attention(a_in, ctx), coefficients)
+        read = coefficients.read
+        coefficients = self.hc_ffn(x)
+        f_in = self.ffn_norm(hc_read(x, read))
+        x = hc_write(x, self.moe(f_in, ctx.batch.is_image), coefficients)
+        return Streams(x, coefficients.read)
+
+
+class Transformer:
+    """Weights and forward pass of the text model.
+
+    `token_map` [vocab_size] maps token ids to compressed ids (None only without Engram layers).
+    `engram_device` holds Engram's tables when they are not to lie on the model's device. Raises
+    `ConfigError` for tensors that contradict the config.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        *,
+        token_map: Tensor | None,
+        numerics: Numerics = Numerics.QUANTISED,
+        engram_device: torch.device | str | None = None,
+    ) -> None:
+        self.config = config
+        self.numerics = numerics
+        self.device = weights.device
+        self.embed = weights.tensor("embed.weight", config.vocab_size, config.hidden_size)
+        self.layers = [
+            Layer(config, config.layer_plan(index), weights.sub(f"layers.{index}"))
+            for index in range(config.num_hidden_layers)
+        ]
+        self.norm = RmsNorm(weights, "norm", config.hidden_size, config.rms_norm_eps)
+        self.head = Linear(weights, "head", config.vocab_size, config.hidden_size)
+        self.ropes = RopeTables(config, weights.device)
+        hashes = engram_hashes(config)
+        table_device = weights.device if engram_device is None else engram_device
+        self.engrams = {
+            layer: self._load_engram(layer, found, weights, table_device)
+            for layer, found in zip(config.engram_layer_ids, hashes, strict=True)
+        }
+        require(token_map is not None or not hashes, "token_map", None,
+                "Engram layers need the tokenizer's compressed ids")  # fmt: skip
+        self.engram_ids = (
+            EngramIds(config, token_map.to(weights.device)) if token_map is not None else None
+        )
+
+    def _load_engram(
+        self, layer: int, found: EngramHash, weights: Weights, table_device: torch.device | str
+    ) -> Engram:
+        scope = weights.sub(f"layers.{layer}.engram")
+        return Engram(self.config, self.config.layer_plan(layer), scope, found, table_device)
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: Batch, cache: DeviceCache, watch: Callable[[str, Tensor], None] | None = None
+    ) -> Tensor:
+        """Run one step; returns float32 logits [m, vocab_size] of `batch.logit_rows`, in order.
+
+        Writes the new tokens' state to `cache`. Consumer layers run on the rows that bounded
+        replay keeps (all of them unless the batch says otherwise). `watch` sees the streams
+        [T, n, D] behind each part, by name; it is for finding faults.
+        """
+        assert cache.layout.numerics is self.numerics, "model and cache must round alike"
+        ctx = StepContext(batch, cache, self.ropes)
+        streams = self.embed_rows(batch)
+        if watch is not None:
+            watch("the embedding", streams.x)
+        ids = self.engram_ids(ctx) if self.engram_ids is not None and self.engrams else None
+        for layer in self.layers:
+            if ids is not None and layer.plan.engram_index is not None:
+                streams = self.add_engram(layer.plan.index, streams, ids)
+            layer.store_entries(streams, ctx)
+            if layer.plan.index == self.config.n_prefill_layer and batch.host_keep_from.any():
+                batch, kept = batch.consumer_rows()
+                if batch.num_rows == 0:
+                    return torch.empty(0, self.config.vocab_size, device=self.device)
+                ctx, streams = StepContext(batch, cache, self.ropes), streams.rows(kept)
+            streams = layer(streams, ctx)
+            if watch is not None:
+                watch(f"layer {layer.plan.index}", streams.x)
+        return self.logits(streams.rows(batch.logit_rows))
+
+    def first_broken_part(self, batch: Batch, cache: DeviceCache) -> str:
+        """Run a step again and name the first part whose output is not finite."""
+        broken: list[str] = []
+
+        def watch(part: str, x: Tensor) -> None:
+            if not broken and not bool(torch.isfinite(x).all()):
+                broken.append(part)
+
+        self.forward(batch, cache, watch)
+        return broken[0] if broken else "the output head"
+
+    def embed_rows(self, batch: Batch) -> Streams:
+        """Return the streams before layer 0: n copies of each row's embedding, read from copy 0."""
+        n = self.config.hc_mult
+        rows = self.embed[batch.token_ids].to(self.numerics.dtype)
+        read = torch.zeros(batch.num_rows, n, device=self.device)
+        read[:, 0] = 1.0
+        return Streams(rows.unsqueeze(1).expand(-1, n, -1), read)
+
+    def add_engram(self, layer: int, streams: Streams, ids: Tensor) -> Streams:
+        """Return the streams with a layer's Engram added; ids [T, N] as `EngramIds` gives them."""
+        assert self.engram_ids is not None, "Engram layers come with a token map"
+        added = self.engrams[layer](streams.x, ids, self.engram_ids.pad_id)
+        return streams._replace(x=added)
+
+    def logits(self, streams: Streams) -> Tensor:
+        """Return float32 logits [m, vocab_size] of m rows."""
+        return self.head.float32(self.norm(hc_read(streams.x, streams.read)))

@@ -1,0 +1,90 @@
+"""Hyper-connections: how a sublayer reads from and writes to the n parallel residual streams.
+
+`hc_mixes` projects the streams, `hc_split` turns the projection into the three sets of
+coefficients, `hc_read` and `hc_write` apply them (architecture spec, §4). Which sublayer's read
+coefficients are used where ("shifted") is `transformer.py`'s business.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mdi_exec.ops.backend import select
+from mdi_exec.ops.elementwise import everywhere
+from mdi_exec.ops.gemm import matmul_ref
+
+# Float32 coefficients against another summation order of the same projection.
+HC_MAX_ABS = 1e-5
+
+
+class HcCoefficients(NamedTuple):
+    """Float32: read [T, n], write [T, n], mix [T, n, n]; mix[:, j, k] carries stream j into k."""
+
+    read: Tensor
+    write: Tensor
+    mix: Tensor
+
+
+def hc_mixes_ref(streams: Tensor, projection: Tensor, norm_eps: float) -> Tensor:
+    flat = streams.flatten(1).to(torch.float32)
+    rstd = torch.rsqrt(flat.square().mean(dim=-1, keepdim=True) + norm_eps)
+    return matmul_ref(flat, projection) * rstd
+
+
+def hc_mixes(streams: Tensor, projection: Tensor, norm_eps: float) -> Tensor:
+    """Project streams [T, n, D] by projection float32 [(2+n)n, nD]; returns float32 [T, (2+n)n]."""
+    return select(streams.device, ref=hc_mixes_ref)(streams, projection, norm_eps)
+
+
+def hc_split_ref(
+    mixes: Tensor, base: Tensor, scale: Tensor, *, n: int, iterations: int, eps: float
+) -> HcCoefficients:
+    mixes = mixes.to(torch.float32)
+    read = everywhere(torch.sigmoid, mixes[:, :n] * scale[0] + base[:n]) + eps
+    write = 2 * everywhere(torch.sigmoid, mixes[:, n : 2 * n] * scale[1] + base[n : 2 * n])
+    mix = torch.unflatten(mixes[:, 2 * n :] * scale[2] + base[2 * n :], -1, (n, n))
+    mix = torch.softmax(mix, dim=-1) + eps
+    mix = mix / (mix.sum(dim=-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        mix = mix / (mix.sum(dim=-1, keepdim=True) + eps)
+        mix = mix / (mix.sum(dim=-2, keepdim=True) + eps)
+    return HcCoefficients(read, write, mix)
+
+
+def hc_split(
+    mixes: Tensor, base: Tensor, scale: Tensor, *, n: int, iterations: int, eps: float
+) -> HcCoefficients:
+    """Turn mixes [T, (2+n)n] into coefficients; base [(2+n)n] and scale [3] are float32.
+
+    The n x n part is normalised by Sinkhorn's iteration: a row softmax, then `iterations` column
+    and `iterations - 1` row normalisations in turn; the last one is over columns.
+    """
+    run = select(mixes.device, ref=hc_split_ref)
+    return run(mixes, base, scale, n=n, iterations=iterations, eps=eps)
+
+
+def hc_read_ref(streams: Tensor, read: Tensor) -> Tensor:
+    total = read[:, 0:1] * streams[:, 0].to(torch.float32)
+    for j in range(1, streams.shape[1]):
+        total = total + read[:, j : j + 1] * streams[:, j].to(torch.float32)
+    return total.to(streams.dtype)
+
+
+def hc_read(streams: Tensor, read: Tensor) -> Tensor:
+    """Mix streams [T, n, D] by read [T, n] into one sublayer input [T, D], summed in float32."""
+    return select(streams.device, ref=hc_read_ref)(streams, read)
+
+
+def hc_write_ref(streams: Tensor, output: Tensor, coefficients: HcCoefficients) -> Tensor:
+    mix = coefficients.mix.unsqueeze(-1)
+    mixed = mix[:, 0] * streams[:, 0:1].to(torch.float32)
+    for j in range(1, streams.shape[1]):
+        mixed = mixed + mix[:, j] * streams[:, j : j + 1].to(torch.float32)
+    written = coefficients.write.unsqueeze(-1) * output.to(torch.float32).unsqueeze(1)
+    return (written + mixed).to(streams.dtype)
+
+
+def hc_write(streams: Tensor, output: Tensor, coefficients: HcCoefficients) -> Tensor:
+    """Write a sublayer's output [T, D] back: returns the new streams [T, n, D]."""
+    return select(streams.device, ref=hc_write_ref)(streams, output, coefficients)

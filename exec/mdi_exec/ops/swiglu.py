@@ -1,0 +1,34 @@
+"""The experts' activation, fused with the rounding of its result.
+
+The gate branch is clamped above only, the linear branch on both sides, and the routing weight
+multiplies before the rounding, so it changes the codes (architecture spec, §7).
+"""
+
+import torch
+from torch import Tensor
+
+from mdi_exec.ops.backend import select
+from mdi_exec.ops.elementwise import everywhere
+from mdi_exec.ops.quantise import Quantised, quantise_activation
+
+
+def swiglu_quantise_ref(
+    gate: Tensor, up: Tensor, limit: float, row_weights: Tensor | None
+) -> Quantised | Tensor:
+    a = gate.to(torch.float32).clamp(max=limit)
+    b = up.to(torch.float32).clamp(-limit, limit)
+    hidden = everywhere(torch.nn.functional.silu, a) * b
+    if row_weights is not None:
+        hidden = row_weights.unsqueeze(-1) * hidden
+    return quantise_activation(hidden.to(gate.dtype))
+
+
+def swiglu_quantise(
+    gate: Tensor, up: Tensor, limit: float, row_weights: Tensor | None = None
+) -> Quantised | Tensor:
+    """Compute row_weight * silu(min(gate, limit)) * clamp(up, ±limit), ready for the next GEMM.
+
+    gate and up [R, I] in the activation dtype, row_weights float32 [R] or None for 1. Returns FP8
+    codes and scales, or float32 [R, I] for float32 inputs.
+    """
+    return select(gate.device, ref=swiglu_quantise_ref)(gate, up, limit, row_weights)

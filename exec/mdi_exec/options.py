@@ -1,0 +1,157 @@
+"""Options of the engine: what a user may set beside the scheduler's own options.
+
+Read next: `mdi_shared/config.py` (the scheduler's options), `engine.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from mdi_exec.batch import BLOCK_TOKENS
+from mdi_exec.cache import CacheLayout
+from mdi_exec.numerics import Numerics
+from mdi_shared.config import SchedulerConfig
+from mdi_shared.errors import ConfigError
+
+GB = 1e9
+DEFAULT_MAX_MODEL_LEN = 4_096
+DEFAULT_KV_CACHE_GB = 1.0
+DEFAULT_EXPANDED_WEIGHTS_GB = 1.0  # on a CPU, where only reference ops run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Where and how the model runs.
+
+    `device` is a torch device name. `numerics` is "quantised" (the released rounding) or "float32".
+    KV blocks come from `kv_cache_memory_gb`, or from what `gpu_memory_utilization` of the device's
+    memory leaves beside the weights; without either, 1 GB. `weight_cache_memory_gb` refuses to
+    load a model whose weights take more. `expanded_weights_memory_gb` is spent on float32 copies of
+    quantised weights, which make the reference ops faster and change no result; without it, 1 GB
+    on a CPU and none elsewhere. `replay_keep_tokens` > 0 turns bounded replay of the consumer
+    layers on. `seed` makes the seeds of requests that bring none.
+    """
+
+    device: str = "cpu"
+    numerics: str = "quantised"
+    kv_cache_memory_gb: float | None = None
+    gpu_memory_utilization: float | None = None
+    weight_cache_memory_gb: float | None = None
+    expanded_weights_memory_gb: float | None = None
+    replay_keep_tokens: int = 0
+    revision: str | None = None
+    seed: int = 0
+    record: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        _require_device(self.device)
+        names = [n.value for n in Numerics]
+        if self.numerics not in names:
+            raise ConfigError("numerics", self.numerics, f"must be one of {', '.join(names)}")
+        for name in ("kv_cache_memory_gb", "weight_cache_memory_gb"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(name, value, "must be above 0 GB")
+        expanded = self.expanded_weights_memory_gb
+        if expanded is not None and not expanded >= 0:
+            raise ConfigError("expanded_weights_memory_gb", expanded, "must be at least 0 GB")
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise ConfigError("gpu_memory_utilization", share, "must be above 0 and at most 1")
+        if share is not None and self.kv_cache_memory_gb is not None:
+            raise ConfigError("gpu_memory_utilization", share,
+                              "contradicts kv_cache_memory_gb; give one of them")  # fmt: skip
+        if share is not None and self.device == "cpu":
+            raise ConfigError("gpu_memory_utilization", share,
+                              "needs a GPU; on a CPU give kv_cache_memory_gb")  # fmt: skip
+        if self.replay_keep_tokens < 0:
+            raise ConfigError("replay_keep_tokens", self.replay_keep_tokens, "must be at least 0")
+
+    @property
+    def expanded_weights_bytes(self) -> float:
+        """Bytes for float32 copies of quantised weights."""
+        if self.expanded_weights_memory_gb is None:
+            return DEFAULT_EXPANDED_WEIGHTS_GB * GB if self.device == "cpu" else 0.0
+        return self.expanded_weights_memory_gb * GB
+
+
+def _check_numbers(options: EngineOptions) -> None:
+    """A size in GB or a share is a number, a count an integer; neither is a string or a bool."""
+    for field in fields(options):
+        value, declared = getattr(options, field.name), str(field.type)
+        if "float" not in declared and "int" not in declared:
+            continue
+        allowed = (int, float) if "float" in declared else (int,)
+        is_absent = value is None and "None" in declared
+        if not is_absent and (isinstance(value, bool) or not isinstance(value, allowed)):
+            kind = "a number" if "float" in declared else "an integer"
+            raise ConfigError(field.name, value, f"must be {kind}")
+
+
+def _require_device(name: str) -> None:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError("device", name, "must be cpu, cuda or cuda:<index>") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError("device", name, "must be cpu, cuda or cuda:<index>")
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ConfigError("device", name, f"torch sees {count} GPUs here")
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[EngineOptions, dict[str, Any]]:
+    """Part keyword options into the engine's and the scheduler's.
+
+    Raises `ConfigError` for a name neither knows, listing both sets, and for a pool sized twice.
+    """
+    engine_names = [f.name for f in fields(EngineOptions)]
+    scheduler_names = [f.name for f in fields(SchedulerConfig)]
+    for name, value in options.items():
+        if name not in engine_names and name not in scheduler_names:
+            known = ", ".join(sorted([*engine_names, *scheduler_names]))
+            raise ConfigError(name, value, f"unknown option; known: {known}")
+    engine = EngineOptions(**{n: v for n, v in options.items() if n in engine_names})
+    for name in ("kv_cache_memory_gb", "gpu_memory_utilization"):
+        if "num_blocks" in options and getattr(engine, name) is not None:
+            raise ConfigError("num_blocks", options["num_blocks"],
+                              f"contradicts {name}; give one of them")  # fmt: skip
+    return engine, {n: v for n, v in options.items() if n in scheduler_names}
+
+
+def scheduler_config(
+    options: Mapping[str, Any], layout: CacheLayout, kv_bytes: float, *, eos_token_id: int,
+    max_positions: int,
+) -> SchedulerConfig:  # fmt: skip
+    """Size the block pool for `kv_bytes` of cache memory and return the scheduler's config.
+
+    State slots come out of the same memory. Raises `ConfigError` when it cannot hold one sequence
+    of `max_model_len`, when `max_model_len` exceeds the model's positions, or for what only the
+    simulator has: drafts, context parallelism, other block sizes.
+    """
+    wanted = {"max_model_len": min(DEFAULT_MAX_MODEL_LEN, max_positions),
+              "eos_token_id": eos_token_id, **options}  # fmt: skip
+    probe = SchedulerConfig.from_mapping({"num_blocks": 1 << 30, **wanted})
+    for name, only in (("block_size", BLOCK_TOKENS), ("num_draft_tokens", 0),
+                       ("context_parallel_size", 1)):  # fmt: skip
+        if getattr(probe, name) != only:
+            raise ConfigError(name, getattr(probe, name), f"the executor has {only} only")
+    if probe.max_model_len > max_positions:
+        raise ConfigError("max_model_len", probe.max_model_len,
+                          f"the model has {max_positions} positions")  # fmt: skip
+    if "num_blocks" not in wanted:
+        slots = layout.bytes_per_slot * probe.num_slots
+        blocks = int((kv_bytes - slots) // layout.bytes_per_block)
+        if blocks < 2:
+            least = slots + 2 * layout.bytes_per_block
+            raise ConfigError("kv_cache_memory_gb", kv_bytes / GB,
+                              f"must be at least {least / GB:.4f}: the state of "
+                              f"{probe.max_num_seqs} sequences (max_num_seqs) takes "
+                              f"{slots / GB:.4f} GB")  # fmt: skip
+        wanted["num_blocks"] = blocks
+    config = SchedulerConfig.from_mapping(wanted)
+    config.require_pool_fits()
+    return config

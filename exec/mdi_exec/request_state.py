@@ -1,0 +1,81 @@
+"""A request inside the engine: its tokens, which the scheduler only counts, and what users get.
+
+Read next: `engine.py` (who keeps these), `sampling.py` (how tokens are chosen).
+"""
+
+from dataclasses import dataclass, field
+
+from mdi_exec.sampling import SamplingParams
+from mdi_exec.tokenizer import Tokenizer
+
+Logprobs = dict[int, float]
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One request: `tokens` are prompt and visible output; `row` counts requests as they came.
+
+    `logprobs` has one entry per output token: the drawn token and the best alternatives.
+    """
+
+    req_id: str
+    prompt_len: int
+    tokens: list[int]
+    params: SamplingParams
+    arrival_ns: int
+    row: int
+    logprobs: list[Logprobs] = field(default_factory=list)
+    block_table: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class RequestOutput:
+    """What a user sees of a request after a step.
+
+    A view, cheap to make at every step: `token_ids`, `text` and `logprobs` are cut to what was
+    visible then. `new_token_ids` came with this step; `finish_reason` is None while it runs.
+    """
+
+    __slots__ = ("_end", "_state", "_tokenizer", "finish_reason", "new_token_ids")
+
+    def __init__(
+        self, state: RequestState, new_token_ids: tuple[int, ...], tokenizer: Tokenizer | None
+    ) -> None:
+        self._state = state
+        self._tokenizer = tokenizer
+        self._end = len(state.tokens)
+        self.new_token_ids = new_token_ids
+        self.finish_reason = state.finish_reason
+
+    @property
+    def req_id(self) -> str:
+        return self._state.req_id
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        return tuple(self._state.tokens[: self._state.prompt_len])
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Output tokens so far, without the prompt."""
+        return tuple(self._state.tokens[self._state.prompt_len : self._end])
+
+    @property
+    def logprobs(self) -> tuple[Logprobs, ...]:
+        """Per output token: log-probabilities of the distribution it was drawn from, by id."""
+        return tuple(self._state.logprobs[: self._end - self._state.prompt_len])
+
+    @property
+    def text(self) -> str:
+        """The output decoded; empty without a tokenizer."""
+        return "" if self._tokenizer is None else self._tokenizer.decode(list(self.token_ids))
+
+    def __repr__(self) -> str:
+        return (
+            f"RequestOutput(req_id={self.req_id!r}, token_ids={list(self.token_ids)}, "
+            f"finish_reason={self.finish_reason!r})"
+        )

@@ -1,0 +1,127 @@
+"""What a request asks of the sampler, validated once, when it is made.
+
+Names and defaults are the production engine's (engine-semantics §11). This is not the sampler:
+see `sampler.py` for the order of operations, `ops/gumbel.py` for the random numbers.
+"""
+
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from mdi_shared.errors import ConfigError
+
+SEED_MODULUS = 2**64
+MOST_TOP_LOGPROBS = 1000
+NO_GOLDEN = -1  # in place of a golden token: sample normally
+ROW_STRIDE = 10_000_019  # between the positions of a decode step's rows, a prime (§5.2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request's tokens are chosen and when it ends.
+
+    `temperature` 0 is greedy; `top_k` -1 is off; `max_tokens` 0 means 1. `stop_token_ids` end the
+    request as EOS does, `ignore_eos` concerns EOS alone; `first_n_token_no_eos` 1 bans EOS as the
+    first token. `top_logprobs` adds that many alternatives to each token. `golden_token_ids`
+    replace the sampled tokens one by one, -1 = sample normally. `seq_seed` is taken modulo 2^64;
+    `seed` is the one in use: `seq_seed`, or a random one of this object when that is None (a
+    `dataclasses.replace` draws anew). Raises `ConfigError` naming field, value and what is allowed.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 16
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    top_logprobs: int = 0
+    first_n_token_no_eos: int = 0
+    golden_token_ids: tuple[int, ...] = ()
+    seq_seed: int | None = None
+    seed: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("stop_token_ids", "golden_token_ids"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        _check_types(self)
+        self._check_filters()
+        self._check_tokens()
+        object.__setattr__(self, "max_tokens", max(self.max_tokens, 1))
+        seed = secrets.randbits(64) if self.seq_seed is None else self.seq_seed % SEED_MODULUS
+        object.__setattr__(self, "seed", seed)
+
+    def _check_filters(self) -> None:
+        temperature, top_p, top_k = self.temperature, self.top_p, self.top_k
+        _require(0.0 <= temperature < math.inf, "temperature", temperature,
+                 "must be at least 0 and finite (0 = greedy)")  # fmt: skip
+        _require(0.0 < top_p <= 1.0, "top_p", top_p, "must be above 0 and at most 1 (1 = off)")
+        _require(top_k == -1 or top_k >= 1, "top_k", top_k, "must be at least 1, or -1 (off)")
+
+    def _check_tokens(self) -> None:
+        _require(self.max_tokens >= 0, "max_tokens", self.max_tokens,
+                 "must be at least 1 (0 counts as 1)")  # fmt: skip
+        _require(0 <= self.top_logprobs <= MOST_TOP_LOGPROBS, "top_logprobs", self.top_logprobs,
+                 f"must lie in 0 .. {MOST_TOP_LOGPROBS}")  # fmt: skip
+        _require(self.first_n_token_no_eos in (0, 1), "first_n_token_no_eos",
+                 self.first_n_token_no_eos, "must be 0 or 1")  # fmt: skip
+        _require(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", self.stop_token_ids,
+                 "each must be at least 0")  # fmt: skip
+        _require(all(t >= NO_GOLDEN for t in self.golden_token_ids), "golden_token_ids",
+                 self.golden_token_ids, "each must be at least 0, or -1 (sample)")  # fmt: skip
+
+    def golden_token(self, output_index: int) -> int:
+        """Return the token that must be generated at this output index, -1 when none is given."""
+        golden = self.golden_token_ids
+        return golden[output_index] if output_index < len(golden) else NO_GOLDEN
+
+    def require_vocabulary(self, vocab_size: int) -> None:
+        """Raise `ConfigError` for a token id that the vocabulary does not have."""
+        for name in ("stop_token_ids", "golden_token_ids"):
+            ids = getattr(self, name)
+            _require(all(t < vocab_size for t in ids), name, ids,
+                     f"each must be below vocab_size = {vocab_size}")  # fmt: skip
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> "SamplingParams":
+        """Build from names and values; an unknown name is an error listing the known ones."""
+        known = [f.name for f in fields(cls) if f.init]
+        for name, value in options.items():
+            _require(name in known, name, value, f"unknown option; known: {', '.join(known)}")
+        return cls(**options)
+
+
+def row_position(base_position: int, row: int) -> int:
+    """Return the random-number position of a decode step's row (engine-semantics §5.2).
+
+    Row 0 generates the token at `base_position`; a verification row j > 0 draws its own numbers.
+    """
+    return base_position + row * ROW_STRIDE
+
+
+def _require(holds: bool, field: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise ConfigError(field, value, allowed)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_types(params: SamplingParams) -> None:
+    """An int option takes no bool, string or fraction; a bool option takes no int."""
+    for name in ("temperature", "top_p"):
+        value = getattr(params, name)
+        _require(_is_int(value) or isinstance(value, float), name, value, "must be a number")
+    for name in ("top_k", "max_tokens", "top_logprobs", "first_n_token_no_eos"):
+        _require(_is_int(getattr(params, name)), name, getattr(params, name), "must be an integer")
+    for name in ("stop_token_ids", "golden_token_ids"):
+        ids = getattr(params, name)
+        _require(isinstance(ids, tuple) and all(_is_int(t) for t in ids), name, ids,
+                 "must be a list or tuple of integers")  # fmt: skip
+    _require(isinstance(params.ignore_eos, bool), "ignore_eos", params.ignore_eos,
+             "must be true or false")  # fmt: skip
+    _require(params.seq_seed is None or _is_int(params.seq_seed), "seq_seed", params.seq_seed,
+             "must be an integer, or None for a random one")  # fmt: skip

@@ -1,0 +1,91 @@
+"""Runs a request trace through the real engine: arrivals honoured, prompts made up.
+
+Traces hold lengths and times, no text. Prompt tokens are random ids drawn per request from a seed,
+outputs run to the length the trace names, and end-of-sequence tokens are ignored, so that the work
+is the trace's whatever the weights say. Times to serve compress with `RequestTrace.scaled`.
+
+Read next: `engine.py`, `recording.py` (what comes out), `mdi_sim/source.py` (the simulator's twin).
+"""
+
+import heapq
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from mdi_exec.engine import LLMEngine
+from mdi_exec.sampling import SamplingParams
+from mdi_traces.columns import codes, ints
+from mdi_traces.requests import RequestTrace
+
+_LONGEST_SLEEP_S = 0.05  # so that an interrupt is noticed
+
+
+class TraceClient:
+    """Sends a trace's requests when they fall due; a turn with a think time follows its session.
+
+    `seed` draws the prompts' tokens, from ids that are not special. Deterministic but for time.
+    """
+
+    def __init__(self, engine: LLMEngine, trace: RequestTrace, *, seed: int = 0) -> None:
+        table = trace.table
+        self.engine = engine
+        self.seed = seed
+        self._req_ids = table["req_id"].to_pylist()
+        self._prompt_lens = ints(table["prompt_len"]).tolist()
+        self._output_lens = ints(table["output_len"]).tolist()
+        self._thinks = ints(table["think_ns"], null=-1).tolist()
+        self._row_of = {req_id: row for row, req_id in enumerate(self._req_ids)}
+        self._follower: dict[int, int] = {}
+        last_of: dict[int, int] = {}
+        self._due: list[tuple[int, int]] = []
+        sessions = codes(table["session_id"])[0].tolist()
+        for row, (arrival, session) in enumerate(
+            zip(ints(table["arrival_ns"]).tolist(), sessions, strict=True)
+        ):
+            before = last_of.get(session) if session >= 0 and self._thinks[row] >= 0 else None
+            if before is None:
+                self._due.append((arrival, row))
+            else:
+                self._follower[before] = row
+            if session >= 0:
+                last_of[session] = row
+        heapq.heapify(self._due)
+
+    def run(self, on_progress: Callable[[int], None] | None = None) -> None:
+        """Serve the whole trace; `on_progress` gets the number of requests that just ended."""
+        engine = self.engine
+        begin_ns = engine.now_ns()
+        while self._due or engine.has_unfinished_requests():
+            self._send_due(engine.now_ns() - begin_ns)
+            if not engine.has_unfinished_requests():
+                wait_s = (self._due[0][0] - (engine.now_ns() - begin_ns)) / 1e9
+                time.sleep(min(max(wait_s, 0.0), _LONGEST_SLEEP_S))
+                continue
+            ended = [output.req_id for output in engine.step() if output.finished]
+            for req_id in ended:
+                self._follow(self._row_of[req_id], engine.now_ns() - begin_ns)
+            if ended and on_progress is not None:
+                on_progress(len(ended))
+        engine.drain()
+
+    def _send_due(self, now_ns: int) -> None:
+        while self._due and self._due[0][0] <= now_ns:
+            _, row = heapq.heappop(self._due)
+            params = SamplingParams(
+                max_tokens=self._output_lens[row], ignore_eos=True, seq_seed=row, temperature=1.0
+            )
+            self.engine.add_request(self._prompt(row), params, self._req_ids[row])
+
+    def _follow(self, row: int, now_ns: int) -> None:
+        next_row = self._follower.get(row)
+        if next_row is not None:
+            heapq.heappush(self._due, (now_ns + self._thinks[next_row], next_row))
+
+    def _prompt(self, row: int) -> list[int]:
+        dice = np.random.default_rng((self.seed, row))
+        lowest = min(3, self.engine.vocab_size - 1)  # ids 0 to 2 are begin, end and padding
+        ids: list[int] = dice.integers(
+            lowest, self.engine.vocab_size, self._prompt_lens[row]
+        ).tolist()
+        return ids

@@ -1,0 +1,122 @@
+"""The config in both forms, the layer plan of the released model, and what is refused."""
+
+import dataclasses
+import json
+
+import pytest
+
+from mdi_exec.model.config import ModelConfig
+from mdi_shared.errors import ConfigError
+
+
+@pytest.fixture
+def nested(golden_path) -> dict:
+    return json.loads((golden_path / "tiny" / "config.json").read_text(encoding="utf-8"))
+
+
+def test_flat_form_of_the_released_model(released):
+    assert released.hidden_size == 5120
+    assert released.num_experts_per_tok == 6
+    assert released.max_position_embeddings == 1_048_576
+    assert released.image_token_id == 129_264
+    assert released.n_prefill_layer == 20
+
+
+def test_nested_form(tiny_config):
+    assert tiny_config.hidden_size == 128
+    assert tiny_config.rope_factor == 4.0
+    assert tiny_config.image_token_id == 1022
+    assert tiny_config.vision.patch_size == 14
+    assert tiny_config.n_prefill_layer == 6
+
+
+def test_layer_plan_of_the_released_model(released):
+    plans = [released.layer_plan(i) for i in range(43)]
+    assert [p.index for p in plans if p.owns_compressor] == [2, 8, 14, 20]
+    assert [p.index for p in plans if p.owns_index_keys] == [2, 8, 14, 20]
+    assert [p.index for p in plans if p.is_index_source] == [2, 8, 14, 20, 24, 28, 32, 36]
+    assert [p.index for p in plans if p.is_candidate_source] == [20]
+    assert [p.index for p in plans if p.uses_candidates] == [24, 28, 32, 36]
+    assert [p.index for p in plans if p.is_consumer] == list(range(20, 40))
+    assert [p.index for p in plans if p.is_draft] == [40, 41, 42]
+    assert [(p.index, p.engram_index) for p in plans if p.engram_index is not None] == [
+        (1, 0),
+        (14, 1),
+    ]
+    assert (plans[0].kv_source, plans[1].index_source, plans[0].ratio) == (None, None, 0)
+    assert (plans[13].kv_source, plans[13].index_source, plans[13].ratio) == (8, 8, 2)
+    assert (plans[35].kv_source, plans[35].index_source, plans[35].ratio) == (20, 32, 1)
+    assert (plans[41].kv_source, plans[41].ratio) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 500}, "head_dim = 500: must be a multiple of 32"),
+        ({"o_groups": 7}, "o_groups = 7: must divide num_attention_heads = 64"),
+        ({"compress_ratios": [0] * 43}, "index_source_layer_ids .* ratio above 0"),
+        ({"compress_ratios": [0, 0, 3] + [2] * 17 + [1] * 20 + [0] * 3}, "each must be 0, 1 or 2"),
+        (
+            {"compress_ratios": [0] * 2 + [2] * 10 + [1] * 28 + [0] * 3},
+            r"compress_ratios\[12\] = 1: must be 2",
+        ),
+        ({"compress_ratios": [0] * 40}, "must have .* = 43 entries"),
+        ({"kv_source_layers": [2, 9, 14, 20]}, "kv_source_layer_ids .* must be among"),
+        ({"kv_source_layers": [8, 2, 14, 20]}, "kv_source_layer_ids .* must ascend"),
+        ({"candidate_source_layer": 21}, "candidate_source_layer_id = 21: must be among"),
+        ({"candidate_source_layer": 14}, "KV sources \\[20\\] lie behind it"),
+        ({"candidate_topk_blocks": 32}, "candidate_topk_blocks = 32: .* at least index_topk = 512"),
+        ({"engram_layer_ids": [1, 24]}, "engram_layer_ids .* below 20"),
+        ({"engram_num_embeddings": [1]}, "engram_num_embeddings .* one entry per Engram layer"),
+        ({"dspark_target_layer_ids": [19, 38, 39]}, "must all be below, or all from"),
+        ({"n_activated_experts": 400}, "num_experts_per_tok = 400: must be at most"),
+        ({"score_func": "sigmoid"}, "score_func = 'sigmoid': only 'sqrtsoftplus'"),
+        ({"expert_dtype": "fp8"}, "expert_dtype = 'fp8': only 'fp4'"),
+        ({"n_layers": "40"}, "n_layers = '40': must be an integer"),
+        ({"n_layers": True}, "n_layers = True: must be an integer"),
+        ({"norm_eps": None}, "norm_eps = None: must be a number"),
+        ({"kv_source_layers": 2}, "kv_source_layers = 2: must be a list of integers"),
+        ({"index_k_source_layers": [2]}, "index_k_source_layers = .* must equal the KV sources"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused_by_name(flat_config, change, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_dict(flat_config | change)
+
+
+@pytest.mark.parametrize("key", ["dim", "q_lora_rank", "beta_fast", "engram_pad_id"])
+def test_missing_flat_keys_are_named(flat_config, key):
+    flat = {k: v for k, v in flat_config.items() if k != key}
+    expected = "config = .* must have text_config" if key == "dim" else f"{key} = None: is missing"
+    with pytest.raises(ConfigError, match=expected):
+        ModelConfig.from_dict(flat)
+
+
+def test_missing_nested_keys_are_named(nested):
+    del nested["text_config"]["rope_scaling"]["factor"]
+    with pytest.raises(ConfigError, match=r"text_config\.rope_scaling\.factor = None: is missing"):
+        ModelConfig.from_dict(nested)
+
+
+def test_optional_later_keys_must_agree(nested):
+    nested["text_config"] |= {"hc_shifted": True, "index_k_source_layer_ids": [2, 4, 6]}
+    ModelConfig.from_dict(nested)
+    nested["text_config"]["use_fp4_sparse_kv"] = False
+    with pytest.raises(ConfigError, match="use_fp4_sparse_kv = False: only True is implemented"):
+        ModelConfig.from_dict(nested)
+
+
+def test_unusable_files_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.json.* cannot be read"):
+        ModelConfig.from_file(tmp_path / "absent.json")
+    (tmp_path / "broken.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"broken\.json.* is not JSON"):
+        ModelConfig.from_file(tmp_path / "broken.json")
+    (tmp_path / "list.json").write_text(json.dumps([1]), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"list\.json.* must hold a JSON object"):
+        ModelConfig.from_file(tmp_path / "list.json")
+
+
+def test_a_config_is_immutable(tiny_config):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        tiny_config.hidden_size = 256
