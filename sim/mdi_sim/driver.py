@@ -196,13 +196,15 @@ class RankDriver:
         self, plan: StepPlan, work: StepWork, planned_ns: int, launched_ns: int, repeat: int = 0
     ) -> None:
         device_ns = self.cost.device_ns(work)
-        step = self.group.launch(self.rank, launched_ns, device_ns)
-        self._flights.append(_Flight(plan, step))
+        self._fly(plan, self.group.launch(self.rank, launched_ns, device_ns))
         times = (self.poll_ns, planned_ns, launched_ns, self.wait_ns, device_ns)
         if repeat == 0:
             self.recorder.launched(plan, work, times)
         else:
             self.recorder.repeated(work, times)
+
+    def _fly(self, plan: StepPlan, step: DeviceStep) -> None:
+        self._flights.append(_Flight(plan, step))
 
     def _landed(self, flight: _Flight, done_ns: int, process_ns: int) -> None:
         step = flight.step

@@ -105,6 +105,24 @@ def put_column(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
     return table.set_column(index, table.schema.field(index), values)
 
 
+def cut_lengths(
+    trace: RequestTrace, *, max_prompt: int | None = None, max_output: int | None = None
+) -> RequestTrace:
+    """Return the trace with prompts and outputs cut to at most so many tokens."""
+    table, metadata = trace.table, trace.metadata
+    cuts = {"prompt_len": max_prompt, "output_len": max_output, "max_tokens": max_output}
+    for name, most in cuts.items():
+        if most is not None:
+            shorter = np.minimum(ints(table[name]), most)
+            table = put_column(table, name, numbers(shorter, table.schema.field(name).type))
+    cached = np.minimum(ints(table["cached_len"]), ints(table["prompt_len"]) - 1)
+    table = put_column(table, "cached_len", numbers(cached, pa.int32()))
+    note = f"lengths cut: prompts at {max_prompt}, outputs at {max_output}"
+    if max_prompt is not None or max_output is not None:
+        metadata = replace(metadata, notes=(*metadata.notes, note))
+    return RequestTrace(table, metadata)
+
+
 def clear_outputs(table: pa.Table) -> pa.Table:
     """Return the request table as an input: everything a run adds is null."""
     for name in OUTPUT_COLUMNS:

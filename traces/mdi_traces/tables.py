@@ -137,7 +137,7 @@ def _steps(rank: _Rank, metadata: Metadata, config: SchedulerConfig, run_id: str
         "decode_step": decode_step,
         "vote": _labels(_votes(decode_step, config), rec.VOTES),
         "want": flags(rank.per_step("want", first_only=True) == 1),
-        "pred_ms": launch["pred_ns"] / _MS,
+        "pred_ms": np.where(launch["pred_ns"] >= 0, launch["pred_ns"] / _MS, _NAN),
         "target_ms": np.where(target > 0, target / _MS, _NAN),
         "moe_imbalance": _NAN,
     }  # fmt: skip

@@ -1,0 +1,152 @@
+"""Replays a recorded run in the simulator with the times it really had: do the plans agree?
+
+The driver is the simulator's, but polls, launches and results happen when the record says they
+did. Whatever differs then is a decision, not a duration. One rank.
+
+Read next: `driver.py` (the driver with modelled times), `mdi_traces/check.py`.
+"""
+
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import simpy
+
+from mdi_shared.config import SchedulerConfig
+from mdi_shared.cost import ConstantCost
+from mdi_shared.errors import ConfigError
+from mdi_shared.loop import Answer, Effect, Launch, News, Poll
+from mdi_shared.placement import RoundRobin
+from mdi_shared.plan import StepResult
+from mdi_shared.scheduler import Scheduler
+from mdi_shared.shape import ModelShape, shape_by_name
+from mdi_shared.work import step_work
+from mdi_sim.driver import RankDriver
+from mdi_sim.group import DeviceStep, Group
+from mdi_sim.outcomes import Outcomes
+from mdi_sim.source import Source
+from mdi_sim.workload import Workload
+from mdi_traces.columns import codes, ints, numbers
+from mdi_traces.recorder import NOT_YET, RankRecorder
+from mdi_traces.requests import RequestTrace, clear_outputs, put_column
+from mdi_traces.run import Run
+from mdi_traces.tables import build_run
+
+_NEVER = 1 << 62
+
+
+def replay_recorded(recorded: Run, shape: ModelShape | None = None) -> Run:
+    """Run the requests of a one-rank record through the scheduler again, at the recorded times.
+
+    The scheduler's options, and the model's shape unless `shape` is given, are those in the
+    record's metadata. The result has its own plans and the record's times. Raises `ConfigError`
+    when the record has several ranks or its metadata lacks the options.
+    """
+    shape = _shape(recorded) if shape is None else shape
+    options = recorded.metadata.config.get("scheduler")
+    if not isinstance(options, dict):
+        raise ConfigError("scheduler", options, "the record's metadata does not hold its options")
+    if int(ints(recorded.steps_table["rank"]).max()) > 0:
+        raise ConfigError("rank", "several", "only runs of one rank can be replayed so far")
+    config = SchedulerConfig.from_mapping(options)
+    trace = _as_input(recorded)
+    workload = Workload(trace, 1, RoundRobin())
+    env = simpy.Environment()
+    recorder = RankRecorder(0)
+    scheduler = Scheduler(config)
+    driver = _RecordedDriver(
+        0,
+        group=Group(env, 1),
+        scheduler=scheduler,
+        source=Source(workload.arrivals[0]),
+        outcomes=Outcomes(config=config, seed=0, accept_rate=0.0),
+        recorder=recorder,
+        request_of=workload.request,
+        shape=shape,
+        cost=ConstantCost(prefill_ns=1, decode_ns=1),
+    )
+    driver.follow(recorded)
+    env.process(driver.run())
+    env.run()
+    queues = scheduler.queues
+    recorder.closed(scheduler.unfinished(), (queues.blocks.num_free, queues.slots.num_free))
+    return build_run(
+        [recorder], trace, recorded.metadata, config, run_id="replayed", arrived_ns={},
+        unfinished_reason="the record ends here",
+    )  # fmt: skip
+
+
+def _shape(recorded: Run) -> ModelShape:
+    """The model's shape as the record states it, or a built-in one by its name."""
+    stated = recorded.metadata.config.get("shape")
+    if not isinstance(stated, dict):
+        return shape_by_name(str(recorded.metadata.model))
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stated.items()}
+    return ModelShape(**fields)
+
+
+def _as_input(recorded: Run) -> RequestTrace:
+    """The record's requests; those whose model did not say stop would have run to max_tokens."""
+    table = recorded.requests_table
+    reasons, labels = codes(table["finish_reason"])
+    stopped = np.array([r >= 0 and labels[r] == "stop" for r in reasons.tolist()], dtype=bool)
+    lengths = np.where(stopped, ints(table["output_len"]), ints(table["max_tokens"]))
+    table = put_column(clear_outputs(table), "output_len", numbers(lengths, pa.int32()))
+    return RequestTrace(table, recorded.metadata)
+
+
+class _RecordedDriver(RankDriver):
+    """The simulator's driver on recorded times; see `follow`."""
+
+    def follow(self, recorded: Run) -> None:
+        """Take the times of `recorded`, whose steps are numbered from 1."""
+        steps, requests = recorded.steps_table, recorded.requests_table
+        names = ("t_sched", "t_launch", "t_dev_start", "t_dev_end", "t_done")
+        self._times: dict[str, list[int]] = {name: ints(steps[name]).tolist() for name in names}
+        reasons, labels = codes(requests["finish_reason"])
+        ends = ints(requests["t_finish"], null=NOT_YET).tolist()
+        names_of = requests["req_id"].to_pylist()
+        self._aborts = sorted(
+            (end, name)
+            for end, name, reason in zip(ends, names_of, reasons.tolist(), strict=True)
+            if reason >= 0 and labels[reason] == "abort"
+        )
+        self._landed_steps = 0
+
+    def _at(self, name: str, index: int) -> int:
+        times = self._times[name]
+        return times[index] if index < len(times) else _NEVER
+
+    def _answer(self, effect: Effect) -> Generator[simpy.Event, Any, Answer]:
+        if isinstance(effect, Poll):
+            due = self._at("t_sched", self.scheduler.step)
+            if due < _NEVER:
+                yield from self._sleep_until(due)
+        return (yield from super()._answer(effect))
+
+    def _poll(self) -> News:
+        news = super()._poll()
+        following = self._at("t_sched", self.scheduler.step + 1)
+        due = [name for end, name in self._aborts if end < following]
+        self._aborts = self._aborts[len(due) :]
+        return News(news.arrivals, tuple(due))
+
+    def _launch(self, effect: Launch) -> Generator[simpy.Event, None, int]:
+        plan, index = effect.plan, effect.plan.step - 1
+        planned = self.now
+        yield from self._sleep_until(min(self._at("t_launch", index), _NEVER - 1))
+        step = DeviceStep(self.group.env.event())
+        step.start_ns, step.end_ns = self._at("t_dev_start", index), self._at("t_dev_end", index)
+        self._fly(plan, step)
+        device_ns = step.end_ns - step.start_ns
+        times = (self.poll_ns, planned, self.now, 0, device_ns)
+        self.recorder.launched(plan, step_work(self.shape, plan), times)
+        return 1
+
+    def _await_step(self) -> Generator[simpy.Event, None, StepResult]:
+        flight = self._flights.popleft()
+        yield from self._sleep_until(self._at("t_done", self._landed_steps))
+        self._landed_steps += 1
+        self._landed(flight, self.now, 0)
+        return self.outcomes.result(flight.plan)

@@ -1,0 +1,73 @@
+"""The real executor against the simulator: a recorded run, retraced, makes the same plans.
+
+A few hundred requests on the tiny model, arriving while earlier ones run, some aborted, in a pool
+small enough that some are preempted. Durations are whatever this machine takes; decisions may not
+depend on more than the record holds.
+"""
+
+import random
+
+import pytest
+
+pytest.importorskip("torch", reason="running models needs the exec extra")
+
+from pathlib import Path
+
+from mdi_exec.llm import LLM
+from mdi_exec.sampling import SamplingParams
+from mdi_sim.replay import replay_recorded
+from mdi_traces.check import check_run
+
+CHECKPOINT = Path(__file__).parents[1] / "golden" / "tiny"
+NUM_REQUESTS = 200
+PLAN_COLUMNS = (
+    "step", "kind", "n_seqs", "n_tokens", "n_tokens_padded", "sum_k", "n_chunked", "n_finished",
+    "n_ignored", "n_preempted", "n_dropped", "free_blocks", "free_slots", "n_waiting", "n_running",
+    "decode_step", "vote", "want",
+)  # fmt: skip
+
+
+def record(enable_zos, dice):
+    """Serve requests that come in bursts while others run; return the run and its preemptions."""
+    options = {
+        "max_model_len": 600, "num_blocks": 22, "max_num_seqs": 48, "enable_zos": enable_zos,
+        "max_num_batched_tokens": 700, "prefill_attempt_interval": 3,
+        "prefill_any_attempt_interval": 5, "record": "unused",
+    }  # fmt: skip
+    llm = LLM(CHECKPOINT, **options)
+    engine = llm.engine
+    try:
+        sent = 0
+        while sent < NUM_REQUESTS or engine.has_unfinished_requests():
+            for _ in range(min(dice.choice([0, 8, 24, 40]), NUM_REQUESTS - sent)):
+                params = SamplingParams(max_tokens=dice.randint(2, 6), seq_seed=sent)
+                length = dice.choice([3, 60, 125, 126, 127, 127])
+                prompt = [dice.randrange(3, 1000) for _ in range(length)]
+                name = engine.add_request(prompt, params)
+                if dice.random() < 0.1:
+                    engine.abort_request(name)
+                sent += 1
+            engine.step()
+            if dice.random() < 0.2:
+                engine.abort_request(str(dice.randrange(max(sent, 1))))
+        engine.drain()
+        return engine.recording.run(engine.scheduler), engine.scheduler.num_preempted
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("enable_zos", [True, False], ids=["ZOS", "synchronous"])
+def test_a_recorded_run_retraced_makes_the_same_plans(enable_zos):
+    run, num_preempted = record(enable_zos, random.Random(11))
+    assert len(run.requests) == NUM_REQUESTS
+    assert num_preempted > 0, "the pool was meant to be too small"
+    assert (run.requests["finish_reason"] == "abort").any()
+    assert [finding for finding in check_run(run) if not finding.skipped] == []
+    again = replay_recorded(run)
+    for column in PLAN_COLUMNS:
+        real = run.steps_table[column].to_pylist()
+        assert again.steps_table[column].to_pylist() == real, column
+    items = [name for name in run.items_table.column_names if name != "run_id"]
+    assert again.items_table.select(items).equals(run.items_table.select(items))
+    ends = run.requests[["req_id", "finish_reason", "output_len"]]
+    assert again.requests[["req_id", "finish_reason", "output_len"]].equals(ends)
