@@ -19,6 +19,11 @@ if TYPE_CHECKING:
         export_perfetto,
         save_plots,
     )
+    from mdi_exec.engine import LLMEngine
+    from mdi_exec.llm import LLM
+    from mdi_exec.make_checkpoint import make_checkpoint
+    from mdi_exec.request_state import RequestOutput
+    from mdi_exec.sampling import SamplingParams
     from mdi_shared.config import SchedulerConfig
     from mdi_shared.cost import ConstantCost, HostCost, StepCost
     from mdi_shared.errors import ConfigError, DeadlockError, MiniDeepInferError, TraceError
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
     from mdi_shared.placement import LeastTokens, Placement, RoundRobin
     from mdi_shared.roofline import Efficiencies, RooflineCost
     from mdi_shared.shape import TINY, V41_FLASH, ModelShape
+    from mdi_sim.replay import replay_recorded
     from mdi_traces import (
         WORKLOADS,
         ChatSessions,
@@ -52,6 +58,7 @@ if TYPE_CHECKING:
 __all__ = [
     "B200",
     "H200",
+    "LLM",
     "SLO",
     "TINY",
     "V41_FLASH",
@@ -66,6 +73,7 @@ __all__ = [
     "Fixed",
     "Hardware",
     "HostCost",
+    "LLMEngine",
     "LeastTokens",
     "LinearCost",
     "LogNormal",
@@ -73,11 +81,13 @@ __all__ = [
     "ModelShape",
     "Placement",
     "Poisson",
+    "RequestOutput",
     "RequestTrace",
     "RooflineCost",
     "RoundRobin",
     "Run",
     "RunSummary",
+    "SamplingParams",
     "SchedulerConfig",
     "SimulatedRun",
     "StepCost",
@@ -93,8 +103,10 @@ __all__ = [
     "generate_workload",
     "load_requests",
     "load_run",
+    "make_checkpoint",
     "parse_arrivals",
     "parse_lengths",
+    "replay_recorded",
     "save_plots",
     "simulate",
     "summarize",
@@ -113,6 +125,12 @@ _MODULES = {
     "mdi_traces": "WORKLOADS ChatSessions Finding Fixed LogNormal Poisson RequestTrace Run Uniform "
     "Workload check_requests check_run generate_workload load_requests load_run parse_arrivals "
     "parse_lengths",
+    "mdi_exec.engine": "LLMEngine",
+    "mdi_exec.llm": "LLM",
+    "mdi_exec.make_checkpoint": "make_checkpoint",
+    "mdi_exec.request_state": "RequestOutput",
+    "mdi_exec.sampling": "SamplingParams",
+    "mdi_sim.replay": "replay_recorded",
     "minideepinfer.run_summary": "RunSummary summarize",
     "minideepinfer.simulated": "SimulatedRun simulate",
 }
@@ -126,7 +144,14 @@ def __getattr__(name: str) -> object:
         return version("mini-deepinfer")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found: object = getattr(import_module(_HOME[name]), name)
+    try:
+        found: object = getattr(import_module(_HOME[name]), name)
+    except ModuleNotFoundError as error:
+        if _HOME[name].startswith("mdi_exec"):
+            raise ImportError(
+                f"{name} needs {error.name}: pip install 'mini-deepinfer[exec]'"
+            ) from error
+        raise
     return found
 
 

@@ -12,7 +12,11 @@ from collections.abc import Callable
 from minideepinfer.commands.check import check
 from minideepinfer.commands.compare import compare
 from minideepinfer.commands.convert import convert
+from minideepinfer.commands.generate import generate
 from minideepinfer.commands.generate_workload import generate_workload
+from minideepinfer.commands.make_checkpoint import make_checkpoint
+from minideepinfer.commands.record import record, replay
+from minideepinfer.commands.retrace import retrace
 from minideepinfer.commands.show import show
 from minideepinfer.commands.simulate import simulate
 
@@ -23,4 +27,9 @@ VERBS: dict[str, Callable[..., None]] = {
     "compare": compare,
     "convert": convert,
     "generate-workload": generate_workload,
+    "generate": generate,
+    "record": record,
+    "replay": replay,
+    "retrace": retrace,
+    "make-checkpoint": make_checkpoint,
 }

@@ -1,0 +1,56 @@
+"""What the verbs that run the real model share: the engine's options, and opening a model.
+
+Importing this module is cheap; torch is imported when a model is opened.
+
+Read next: `generate.py`, `record.py`, `mdi_exec/options.py`.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from mdi_shared.config import SchedulerConfig
+from mdi_shared.errors import MiniDeepInferError
+from minideepinfer.commands.values import parse_pairs
+
+if TYPE_CHECKING:
+    from mdi_exec.llm import LLM
+
+ModelPath = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub id.")]
+SetOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Option of the engine or the scheduler, like max_num_seqs=64; repeatable.",
+    ),
+]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
+
+
+def require_executor() -> None:
+    """Raise one line when the packages that run models are not installed."""
+    try:
+        import safetensors  # noqa: F401
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise MiniDeepInferError(
+            f"running a model needs {error.name}: pip install 'mini-deepinfer[exec]'"
+        ) from error
+
+
+def engine_options(pairs: Sequence[str] | None) -> dict[str, Any]:
+    """Read `key=value` pairs of the engine's and the scheduler's options."""
+    from mdi_exec.options import EngineOptions
+
+    types = {**get_type_hints(EngineOptions), **get_type_hints(SchedulerConfig)}
+    return parse_pairs(pairs or (), types)
+
+
+def open_model(model: str, device: str, pairs: Sequence[str] | None, **options: object) -> "LLM":
+    """Load a checkpoint; `options` beside the user's pairs, which win."""
+    require_executor()
+    from mdi_exec.llm import LLM
+
+    return LLM(model, **{"device": device, **options, **engine_options(pairs)})
