@@ -47,7 +47,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         _check_numbers(self)
-        _require_device(self.device)
+        _check_device_name(self.device)
         names = [n.value for n in Numerics]
         if self.numerics not in names:
             raise ConfigError("numerics", self.numerics, f"must be one of {', '.join(names)}")
@@ -91,14 +91,17 @@ def _check_numbers(options: EngineOptions) -> None:
             raise ConfigError(field.name, value, f"must be {kind}")
 
 
-def _require_device(name: str) -> None:
+def _check_device_name(name: str) -> None:
     try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError("device", name, "must be cpu, cuda or cuda:<index>") from error
-    if device.type not in ("cpu", "cuda"):
+        is_known = torch.device(name).type in ("cpu", "cuda")
+    except RuntimeError:
+        is_known = False
+    if not is_known:
         raise ConfigError("device", name, "must be cpu, cuda or cuda:<index>")
-    count = torch.cuda.device_count()
+
+
+def _require_device(name: str) -> None:
+    device, count = torch.device(name), torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ConfigError("device", name, f"torch sees {count} GPUs here")
 
@@ -106,7 +109,8 @@ def _require_device(name: str) -> None:
 def split_options(options: Mapping[str, Any]) -> tuple[EngineOptions, dict[str, Any]]:
     """Part keyword options into the engine's and the scheduler's.
 
-    Raises `ConfigError` for a name neither knows, listing both sets, and for a pool sized twice.
+    Raises `ConfigError` for a name neither knows, listing both sets, for a device this machine
+    lacks, and for a pool sized twice.
     """
     engine_names = [f.name for f in fields(EngineOptions)]
     scheduler_names = [f.name for f in fields(SchedulerConfig)]
@@ -115,6 +119,7 @@ def split_options(options: Mapping[str, Any]) -> tuple[EngineOptions, dict[str, 
             known = ", ".join(sorted([*engine_names, *scheduler_names]))
             raise ConfigError(name, value, f"unknown option; known: {known}")
     engine = EngineOptions(**{n: v for n, v in options.items() if n in engine_names})
+    _require_device(engine.device)
     for name in ("kv_cache_memory_gb", "gpu_memory_utilization"):
         if "num_blocks" in options and getattr(engine, name) is not None:
             raise ConfigError("num_blocks", options["num_blocks"],
