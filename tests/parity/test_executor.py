@@ -13,6 +13,8 @@ pytest.importorskip("torch", reason="running models needs the exec extra")
 
 from pathlib import Path
 
+import torch
+
 from mdi_exec.llm import LLM
 from mdi_exec.sampling import SamplingParams
 from mdi_sim.replay import replay_recorded
@@ -34,6 +36,7 @@ def record(enable_zos, dice):
         "max_num_batched_tokens": 700, "prefill_attempt_interval": 3,
         "prefill_any_attempt_interval": 5, "record": "unused",
     }  # fmt: skip
+    torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
     llm = LLM(CHECKPOINT, **options)
     engine = llm.engine
     try:
@@ -41,7 +44,7 @@ def record(enable_zos, dice):
         while sent < NUM_REQUESTS or engine.has_unfinished_requests():
             for _ in range(min(dice.choice([0, 8, 24, 40]), NUM_REQUESTS - sent)):
                 params = SamplingParams(max_tokens=dice.randint(2, 6), seq_seed=sent)
-                length = dice.choice([3, 60, 125, 126, 127, 127])
+                length = dice.choice([2, 3, 5, 9, 30, 126, 127, 127])
                 prompt = [dice.randrange(3, 1000) for _ in range(length)]
                 name = engine.add_request(prompt, params)
                 if dice.random() < 0.1:
@@ -61,7 +64,9 @@ def test_a_recorded_run_retraced_makes_the_same_plans(enable_zos):
     run, num_preempted = record(enable_zos, random.Random(11))
     assert len(run.requests) == NUM_REQUESTS
     assert num_preempted > 0, "the pool was meant to be too small"
-    assert (run.requests["finish_reason"] == "abort").any()
+    assert set(run.requests["finish_reason"]) == {"abort", "stop", "length"}
+    assert (run.steps["n_chunked"] > 0).any(), "some prompt was meant to be cut"
+    assert (run.steps["n_dropped"] > 0).any() or not enable_zos
     assert [finding for finding in check_run(run) if not finding.skipped] == []
     again = replay_recorded(run)
     for column in PLAN_COLUMNS:
