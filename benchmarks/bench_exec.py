@@ -7,7 +7,8 @@ excludes the parts inside it. Timers cost time themselves, so shares and speeds 
 runs. Memory is the process's peak, and the device's when there is one.
 
     python benchmarks/bench_exec.py [MODEL] [--batch 4] [--prompt 256] [--output 32] [--repeat 3]
-        [--numerics quantised] [--device cpu] [--chunk 2048] [--keep 0] [--set KEY=VALUE ...]
+        [--numerics quantised] [--device cpu] [--chunk 2048] [--keep 0] [--threads 1]
+        [--set KEY=VALUE ...]
 
 MODEL is a checkpoint directory, or a preset that a temporary checkpoint is made of: tiny (the
 default), small, or flash-slice (with --layers and --experts). On a CPU, and wherever an op has no
@@ -157,21 +158,20 @@ def measure(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats(llm.model.device)
     prefill_s, decode_s = zip(*(run() for _ in range(options.repeat)), strict=True)
     steps = options.output - 1
+    prefill, decode = statistics.median(prefill_s), statistics.median(decode_s)
     result: dict[str, Any] = {
-        "prefill_s": statistics.median(prefill_s),
-        "decode_s": statistics.median(decode_s),
-        "prefill_tokens_per_s": options.batch * options.prompt / statistics.median(prefill_s),
-        "decode_tokens_per_s": options.batch * steps / statistics.median(decode_s),
-        "decode_step_ms": 1e3 * statistics.median(decode_s) / steps,
+        "prefill_s": prefill, "decode_s": decode, "decode_step_ms": 1e3 * decode / steps,
+        "prefill_tokens_per_s": options.batch * options.prompt / prefill,
+        "decode_tokens_per_s": options.batch * steps / decode,
         "spread": {"prefill_s": sorted(prefill_s), "decode_s": sorted(decode_s)},
         **peak_memory(llm.model.device),
-    }
-    timer, prefill, decode = PartTimer(llm.model.device), Counter[str](), Counter[str]()
+    }  # fmt: skip
+    timer, prefills, decodes = PartTimer(llm.model.device), Counter[str](), Counter[str]()
     with timed_parts(timer):
         for _ in range(options.repeat):
-            run(lambda: prefill.update(timer.take_ms()))
-            decode.update(timer.take_ms())
-    return {**result, "prefill_share": shares_of(prefill), "decode_share": shares_of(decode)}
+            run(lambda: prefills.update(timer.take_ms()))
+            decodes.update(timer.take_ms())
+    return {**result, "prefill_share": shares_of(prefills), "decode_share": shares_of(decodes)}
 
 
 def shares_of(spent: Counter[str]) -> dict[str, float]:
@@ -288,11 +288,14 @@ def main() -> None:
     parser.add_argument("--keep", type=int, default=0, help="bounded replay: tokens kept (0 = off)")
     parser.add_argument("--layers", type=int, help="of a flash-slice")
     parser.add_argument("--experts", type=int, help="routed experts of a preset's layers")
+    parser.add_argument("--threads", type=int, help="torch threads on the CPU (default: torch's)")
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="any engine option")
     options = parser.parse_args()
     for name, least in (("batch", 1), ("prompt", 1), ("output", 2), ("repeat", 1)):
         if getattr(options, name) < least:
             parser.error(f"--{name} must be at least {least}")
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     print(json.dumps(report(options)))
 
 
