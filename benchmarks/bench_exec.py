@@ -7,8 +7,7 @@ excludes the parts inside it. Timers cost time themselves, so shares and speeds 
 runs. Memory is the process's peak, and the device's when there is one.
 
     python benchmarks/bench_exec.py [MODEL] [--batch 4] [--prompt 256] [--output 32] [--repeat 3]
-        [--numerics quantised] [--device cpu] [--chunk 2048] [--keep 0] [--threads 1]
-        [--set KEY=VALUE ...]
+        [--numerics quantised] [--device cpu] [--chunk 2048] [--keep 0] [--threads 1] [--set K=V]
 
 MODEL is a checkpoint directory, or a preset that a temporary checkpoint is made of: tiny (the
 default), small, or flash-slice (with --layers and --experts). On a CPU, and wherever an op has no
@@ -71,6 +70,7 @@ PARTS: tuple[tuple[object, str, str], ...] = (
     (Sampler, "__call__", "sampler"),
     (Transformer, "forward", REST),
 )
+PART_NAMES = list(dict.fromkeys(part for _, _, part in PARTS))
 
 
 class PartTimer:
@@ -176,11 +176,7 @@ def measure(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
 
 def shares_of(spent: Counter[str]) -> dict[str, float]:
     total = sum(spent.values())
-    return {part: spent[part] / total for part in part_names()}
-
-
-def part_names() -> list[str]:
-    return list(dict.fromkeys(part for _, _, part in PARTS))
+    return {part: spent[part] / total for part in PART_NAMES}
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
@@ -263,14 +259,13 @@ def show_conditions(document: dict[str, Any]) -> None:
 
 
 def show_result(result: dict[str, Any]) -> None:
-    print(f"prefill {result['prefill_tokens_per_s']:10.1f} tokens/s "
-          f"({result['prefill_s']:.3f} s)")  # fmt: skip
-    print(f"decode  {result['decode_tokens_per_s']:10.1f} tokens/s "
-          f"({result['decode_step_ms']:.1f} ms a step)")  # fmt: skip
+    prefill, decode = result["prefill_tokens_per_s"], result["decode_tokens_per_s"]
+    print(f"prefill {prefill:10.1f} tokens/s ({result['prefill_s']:.3f} s)")
+    print(f"decode  {decode:10.1f} tokens/s ({result['decode_step_ms']:.1f} ms a step)")
     print("peak memory: " + ", ".join(f"{name.split('_')[1]} {value:.0f} MiB"
           for name, value in result.items() if name.startswith("peak_")))  # fmt: skip
     print(f"{'share of time':20}{'prefill':>9}{'decode':>9}")
-    for part in part_names():
+    for part in PART_NAMES:
         shares = (result["prefill_share"][part], result["decode_share"][part])
         print(f"{part:20}{shares[0]:9.1%}{shares[1]:9.1%}")
 
@@ -278,14 +273,15 @@ def show_result(result: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", nargs="?", default="tiny", help="checkpoint directory or preset")
-    parser.add_argument("--batch", type=int, default=4, help="requests served together")
-    parser.add_argument("--prompt", type=int, default=256, help="tokens of each prompt")
-    parser.add_argument("--output", type=int, default=32, help="tokens generated for each")
+    for name, default, text in (
+        ("batch", 4, "requests served together"), ("prompt", 256, "tokens of each prompt"),
+        ("output", 32, "tokens generated for each"), ("repeat", 3, "runs that count"),
+        ("chunk", 2_048, "prefill tokens of a step"),
+        ("keep", 0, "bounded replay: tokens kept (0 = off)"),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default, help=text)
     parser.add_argument("--numerics", default="quantised", help="quantised or float32")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--chunk", type=int, default=2_048, help="prefill tokens of a step")
-    parser.add_argument("--keep", type=int, default=0, help="bounded replay: tokens kept (0 = off)")
     parser.add_argument("--layers", type=int, help="of a flash-slice")
     parser.add_argument("--experts", type=int, help="routed experts of a preset's layers")
     parser.add_argument("--threads", type=int, help="torch threads on the CPU (default: torch's)")

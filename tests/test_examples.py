@@ -4,7 +4,8 @@ Every script of examples/ runs in a fresh interpreter. Of each document the fenc
 run in order, in one namespace per document, and of its `console` and `bash` blocks the lines that
 begin with `mdi` or `.venv/bin/mdi`; other lines are set-up and are left to CI. A block after a line
 `<!-- not run: reason -->` is skipped. They run in a folder that holds what the documents speak of:
-a saved run `run` and a trace `conversation.jsonl`; `run` is a name in Python blocks, too.
+a saved run `run`, a trace `conversation.jsonl`, and checkpoints `tiny` and `runs/tiny`; `run` is a
+name in Python blocks, too.
 """
 
 import os
@@ -92,9 +93,12 @@ def work():
 
 @pytest.fixture
 def folder(work, tmp_path, monkeypatch):
-    """An empty folder but for a run and a trace, and current."""
+    """An empty folder but for a run, a trace and checkpoints, and current."""
     mdi.simulate(work).save(tmp_path / "run")
     work.save(tmp_path / "conversation.jsonl")
+    for name in ("tiny", "runs/tiny"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        mdi.make_checkpoint(tmp_path / name)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

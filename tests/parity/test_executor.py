@@ -43,7 +43,11 @@ def record(enable_zos, dice):
         sent = 0
         while sent < NUM_REQUESTS or engine.has_unfinished_requests():
             for _ in range(min(dice.choice([0, 8, 24, 40]), NUM_REQUESTS - sent)):
-                params = SamplingParams(max_tokens=dice.randint(2, 6), seq_seed=sent)
+                params = SamplingParams(
+                    max_tokens=dice.randint(2, 6),
+                    seq_seed=sent,
+                    stop_token_ids=tuple(range(sent % 9, 1024, 9)),  # one token in nine
+                )
                 length = dice.choice([2, 3, 5, 9, 30, 126, 127, 127])
                 prompt = [dice.randrange(3, 1000) for _ in range(length)]
                 name = engine.add_request(prompt, params)
