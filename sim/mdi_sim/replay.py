@@ -6,12 +6,13 @@ did. Whatever differs then is a decision, not a duration. One rank.
 Read next: `driver.py` (the driver with modelled times), `mdi_traces/check.py`.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import simpy
+from numpy.typing import NDArray
 
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.cost import ConstantCost
@@ -19,6 +20,7 @@ from mdi_shared.errors import ConfigError
 from mdi_shared.loop import Answer, Effect, Launch, News, Poll
 from mdi_shared.placement import RoundRobin
 from mdi_shared.plan import StepResult
+from mdi_shared.request import Request
 from mdi_shared.scheduler import Scheduler
 from mdi_shared.shape import ModelShape, shape_by_name
 from mdi_shared.work import step_work
@@ -62,7 +64,7 @@ def replay_recorded(recorded: Run, shape: ModelShape | None = None) -> Run:
         source=Source(workload.arrivals[0]),
         outcomes=Outcomes(config=config, seed=0, accept_rate=0.0),
         recorder=recorder,
-        request_of=workload.request,
+        request_of=_stopping_as_recorded(workload, recorded),
         shape=shape,
         cost=ConstantCost(prefill_ns=1, decode_ns=1),
     )
@@ -89,11 +91,28 @@ def _shape(recorded: Run) -> ModelShape:
 def _as_input(recorded: Run) -> RequestTrace:
     """The record's requests; those whose model did not say stop would have run to max_tokens."""
     table = recorded.requests_table
-    reasons, labels = codes(table["finish_reason"])
-    stopped = np.array([r >= 0 and labels[r] == "stop" for r in reasons.tolist()], dtype=bool)
-    lengths = np.where(stopped, ints(table["output_len"]), ints(table["max_tokens"]))
+    lengths = np.where(_stopped(recorded), ints(table["output_len"]), ints(table["max_tokens"]))
     table = put_column(clear_outputs(table), "output_len", numbers(lengths, pa.int32()))
     return RequestTrace(table, recorded.metadata)
+
+
+def _stopped(recorded: Run) -> NDArray[np.bool_]:
+    """Say of each request whether its model ended it."""
+    reasons, labels = codes(recorded.requests_table["finish_reason"])
+    return np.array([r >= 0 and labels[r] == "stop" for r in reasons.tolist()], dtype=bool)
+
+
+def _stopping_as_recorded(
+    workload: Workload, recorded: Run
+) -> Callable[[int], tuple[Request, int | None]]:
+    """Build requests as `workload` does, but tell a stop on the last token allowed from the cap."""
+    stopped = _stopped(recorded).tolist()
+    lengths = ints(recorded.requests_table["output_len"]).tolist()
+
+    def request(row: int) -> tuple[Request, int | None]:
+        return workload.request(row)[0], lengths[row] if stopped[row] else None
+
+    return request
 
 
 class _RecordedDriver(RankDriver):

@@ -32,7 +32,7 @@ PLAN_COLUMNS = (
 def record(enable_zos, dice):
     """Serve requests that come in bursts while others run; return the run and its preemptions."""
     options = {
-        "max_model_len": 600, "num_blocks": 22, "max_num_seqs": 48, "enable_zos": enable_zos,
+        "max_model_len": 600, "num_blocks": 18, "max_num_seqs": 48, "enable_zos": enable_zos,
         "max_num_batched_tokens": 700, "prefill_attempt_interval": 3,
         "prefill_any_attempt_interval": 5, "record": "unused",
     }  # fmt: skip
@@ -46,7 +46,7 @@ def record(enable_zos, dice):
                 params = SamplingParams(
                     max_tokens=dice.randint(2, 6),
                     seq_seed=sent,
-                    stop_token_ids=tuple(range(sent % 9, 1024, 9)),  # one token in nine
+                    stop_token_ids=tuple(range(sent % 20, 1024, 20)),  # one token in twenty
                 )
                 length = dice.choice([2, 3, 5, 9, 30, 126, 127, 127])
                 prompt = [dice.randrange(3, 1000) for _ in range(length)]
