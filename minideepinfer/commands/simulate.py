@@ -62,7 +62,7 @@ def simulate(given: Given) -> None:
             on_progress=on_progress,
         )
     note = memory_note(cost, shape, config)
-    report(run, options, [] if note is None else [note])
+    report(run, options, [*work.metadata.notes, *([] if note is None else [note])])
 
 
 def check_outputs(options: SimulateOptions) -> None:

@@ -1,8 +1,8 @@
 """What the simulated device produces: token counts from the trace, no text.
 
-Every token is id 0 except the end-of-sequence token of a request whose trace says that it ended
-before its `max_tokens`. Draft acceptance is drawn per (seed, request, output position), so it does
-not depend on what else is in the batch.
+Every token is a plain id except the end-of-sequence token of a request whose trace says that it
+ended before its `max_tokens`. Draft acceptance is drawn per (seed, request, output position), so it
+does not depend on what else is in the batch.
 """
 
 from mdi_shared.config import SchedulerConfig
@@ -30,12 +30,13 @@ class Outcomes:
     the newest step was processed; the driver keeps it up to date while `needs_lengths`.
     """
 
-    __slots__ = ("_accept_rate", "_drafting", "_eos", "_seed", "output_lens", "stops")
+    __slots__ = ("_accept_rate", "_drafting", "_eos", "_plain", "_seed", "output_lens", "stops")
 
     def __init__(self, *, config: SchedulerConfig, seed: int, accept_rate: float) -> None:
         self.stops: dict[int, int] = {}
         self.output_lens: dict[int, int] = {}
         self._eos = config.eos_token_id
+        self._plain = 0 if config.eos_token_id != 0 else 1
         self._drafting = config.num_draft_tokens > 0
         self._seed = seed
         self._accept_rate = accept_rate
@@ -47,7 +48,7 @@ class Outcomes:
     def result(self, plan: StepPlan) -> StepResult:
         """Make the result of `plan`, or of any of its repetitions."""
         if not self.needs_lengths:
-            tokens: tuple[tuple[int, ...], ...] = ((0,),) * len(plan.seq_ids)
+            tokens: tuple[tuple[int, ...], ...] = ((self._plain,),) * len(plan.seq_ids)
             return StepResult((*tokens[:-1], ()) if plan.is_partial else tokens)
         return StepResult(tuple([self._tokens(plan, item) for item in plan.items]))
 
@@ -63,7 +64,7 @@ class Outcomes:
             return ()
         done = self.output_lens.get(item.seq_id, 0)
         count = 1 if plan.is_prefill else 1 + self._accepted(item, done)
-        tokens = [0] * count
+        tokens = [self._plain] * count
         stop = self.stops.get(item.seq_id)
         if stop is not None and done < stop <= done + count:
             tokens[stop - done - 1] = self._eos

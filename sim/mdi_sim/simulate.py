@@ -31,6 +31,7 @@ from mdi_traces.run import Run
 from mdi_traces.schema import Metadata
 from mdi_traces.tables import build_run
 
+LONGEST_RUN_S = 9e9  # what int64 nanoseconds hold
 RAN_DRY = "the run ended first"
 
 
@@ -112,8 +113,8 @@ def _check(config: SchedulerConfig, ranks: int, accept_rate: float, until_s: flo
         raise ConfigError("ranks", ranks, "must be at least 1")
     if not 0 <= accept_rate <= 1:
         raise ConfigError("draft_accept_rate", accept_rate, "must be between 0 and 1")
-    if until_s is not None and not until_s > 0:
-        raise ConfigError("until_s", until_s, "must be above 0 seconds")
+    if until_s is not None and not 0 < until_s < LONGEST_RUN_S:
+        raise ConfigError("until_s", until_s, f"must be above 0 and below {LONGEST_RUN_S:g} s")
 
 
 def _metadata(

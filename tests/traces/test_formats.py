@@ -206,3 +206,14 @@ def test_options_a_format_cannot_honour_are_refused(write):
         load_requests(path, format="bailian")
     with pytest.raises(TraceError, match="not found"):
         load_requests(path.with_name("other"))
+
+
+@pytest.mark.parametrize(
+    ("format", "column"),
+    [("azure", "GeneratedTokens"), ("burstgpt", "Response tokens"), ("lengths", "num_prefill")],
+)
+def test_a_named_format_names_the_missing_column(format, column, tmp_path):
+    path = tmp_path / "miss.csv"
+    path.write_text("TIMESTAMP,ContextTokens,Timestamp\n2023-11-16 18:15:46.6805900,374,1\n")
+    with pytest.raises(TraceError, match=f"column '{column}.*the column is missing"):
+        load_requests(path, format=format)

@@ -22,7 +22,7 @@ def _matches(keys: frozenset[str]) -> bool:
 def _read(path: str, options: Options) -> Imported:
     kinds: dict[str, Kind] = {name: "int" for pair in PAIRS for name in pair}
     rows = read_csv(path, {**kinds, _TIME: "float"}, limit=options.limit)
-    prompt_name, output_name = next(pair for pair in PAIRS if rows.has(pair[0]))
+    prompt_name, output_name = next((pair for pair in PAIRS if rows.has(pair[0])), PAIRS[0])
     prompt, output = rows.tokens(prompt_name), rows.tokens(output_name)
     notes: tuple[str, ...] = ()
     if rows.has(_TIME):

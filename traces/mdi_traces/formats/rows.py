@@ -140,14 +140,19 @@ class CsvRows(Rows):
         return name in self.table.column_names
 
     def ints(self, name: str) -> Ints:
-        return ints(self.table[name])
+        return ints(self._column(name))
 
     def floats(self, name: str) -> NDArray[np.float64]:
-        return floats(self.table[name])
+        return floats(self._column(name))
 
     def texts(self, name: str) -> list[str]:
-        values: list[str] = self.table[name].to_pylist()
+        values: list[str] = self._column(name).to_pylist()
         return values
+
+    def _column(self, name: str) -> pa.ChunkedArray:
+        if not self.has(name):
+            raise TraceError(self.file, "the column is missing", column=name)
+        return self.table[name]
 
 
 def read_jsonl(path: str | os.PathLike[str], limit: int | None = None) -> JsonRows:
