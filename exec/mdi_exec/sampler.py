@@ -179,7 +179,7 @@ def filtered_logprobs(logits: Tensor, rows: SamplingRows) -> Tensor:
     A token stays iff the mass strictly before it, in descending order with ties to the lower id,
     is at most top_p, and its rank is below top_k. At least one always stays.
     """
-    return select(logits.device, ref=filtered_logprobs_ref)(logits, rows)
+    return select(logits, ref=filtered_logprobs_ref)(logits, rows)
 
 
 def _kept(tempered: Tensor, masses: Tensor, rows: SamplingRows) -> Tensor:

@@ -1,16 +1,37 @@
 """The one place that chooses how an op runs: its plain-torch reference, or a kernel.
 
-References run on every device torch runs on, which makes a new device's first backend free.
+Kernels take the model's own rounding: bfloat16 activations on a GPU. References run on every device
+torch runs on, in every numerics mode, which makes them a new device's first backend and the oracle
+of every kernel. Read next: `kernels/jit.py`.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from functools import cache
+from importlib import import_module
+from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., object])
 
 
-def select(device: torch.device, *, ref: F, cuda: F | None = None) -> F:
-    """Return what runs for tensors on `device`; `cuda` is None for an op without a kernel."""
-    return cuda if cuda is not None and device.type == "cuda" else ref
+def select(
+    x: Tensor, *, ref: F, kernel: str | None = None,
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,),
+) -> F:  # fmt: skip
+    """Return what runs for `x`, the op's deciding input.
+
+    `kernel` is "module.function" in `mdi_exec.ops.kernels`, of the same signature as `ref`; it runs
+    when x lies on a GPU and has one of `dtypes`. Kernel modules are imported when first needed: a
+    machine without a GPU never loads the kernel compiler.
+    """
+    if kernel is None or not x.is_cuda or x.dtype not in dtypes:
+        return ref
+    return cast(F, _load(kernel))
+
+
+@cache
+def _load(path: str) -> Any:  # noqa: ANN401 (whatever the kernel's module defines)
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(f"mdi_exec.ops.kernels.{module}"), name)

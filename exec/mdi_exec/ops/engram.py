@@ -34,7 +34,7 @@ def engram_rows(
     ids int64 [T, N]: compressed ids at shifts 0 .. N-1 back, -1 = blocked. multipliers [N],
     primes and offsets [N-1, heads], all int64. Products stay below 2^63 by construction.
     """
-    run = select(ids.device, ref=engram_rows_ref)
+    run = select(ids, ref=engram_rows_ref)
     return run(ids, pad_id, multipliers, primes, offsets)
 
 
@@ -67,5 +67,5 @@ def engram_add(
     looked_up [T, (n+1)D] is one key per stream, then the shared value; q_weight and k_weight
     [n, D]; is_open bool [T] closes the gate at image tokens (None = all open).
     """
-    run = select(streams.device, ref=engram_add_ref)
+    run = select(streams, ref=engram_add_ref)
     return run(streams, looked_up, q_weight, k_weight, is_open)

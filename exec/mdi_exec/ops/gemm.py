@@ -76,19 +76,21 @@ def matmul_ref(x: Tensor, weight: Tensor) -> Tensor:
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply x [T, K] by weight [N, K]^T; both are promoted, the result is float32 [T, N]."""
-    return select(x.device, ref=matmul_ref)(x, weight)
+    return select(x, ref=matmul_ref)(x, weight)
 
 
 def quantised_gemm_ref(x: Quantised | Tensor, weight: QuantisedWeight) -> Tensor:
-    if isinstance(x, Quantised):
-        return matmul_ref(dequantise(x), weight.dequantised()).to(torch.bfloat16)
-    return matmul_ref(x, weight.dequantised())
+    values = dequantise(x) if isinstance(x, Quantised) else x
+    dtype = torch.float32 if values is x and values.dtype == torch.float32 else torch.bfloat16
+    return matmul_ref(values, weight.dequantised()).to(dtype)
 
 
 def quantised_gemm(x: Quantised | Tensor, weight: QuantisedWeight) -> Tensor:
     """Multiply x [T, K] by a quantised weight [N, K]^T.
 
-    A quantised x gives bfloat16 [T, N]; a float32 x (unrounded numerics) gives float32.
+    A rounded x gives bfloat16 [T, N], whether it comes as codes and scales or as bfloat16 values
+    (see `quantise_activation`); a float32 x (unrounded numerics) gives float32.
     """
-    device = weight.codes.device
-    return select(device, ref=quantised_gemm_ref)(x, weight)
+    if isinstance(x, Quantised):
+        return quantised_gemm_ref(x, weight)
+    return select(x, ref=quantised_gemm_ref)(x, weight)

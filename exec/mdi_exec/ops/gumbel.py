@@ -66,7 +66,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, case: int, vocab_size: int) -
 
     seeds and positions are int64 [n]; a seed of 2^63 or more is its `signed` counterpart.
     """
-    run = select(seeds.device, ref=gumbel_noise_ref)
+    run = select(seeds, ref=gumbel_noise_ref)
     return run(seeds, positions, case, vocab_size)
 
 
@@ -76,4 +76,4 @@ def accept_uniform_ref(seeds: Tensor, positions: Tensor) -> Tensor:
 
 def accept_uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     """Return the float64 uniform [n] that decides whether a draft token is accepted."""
-    return select(seeds.device, ref=accept_uniform_ref)(seeds, positions)
+    return select(seeds, ref=accept_uniform_ref)(seeds, positions)

@@ -34,7 +34,7 @@ def hc_mixes_ref(streams: Tensor, projection: Tensor, norm_eps: float) -> Tensor
 
 def hc_mixes(streams: Tensor, projection: Tensor, norm_eps: float) -> Tensor:
     """Project streams [T, n, D] by projection float32 [(2+n)n, nD]; returns float32 [T, (2+n)n]."""
-    return select(streams.device, ref=hc_mixes_ref)(streams, projection, norm_eps)
+    return select(streams, ref=hc_mixes_ref)(streams, projection, norm_eps)
 
 
 def hc_split_ref(
@@ -60,7 +60,7 @@ def hc_split(
     The n x n part is normalised by Sinkhorn's iteration: a row softmax, then `iterations` column
     and `iterations - 1` row normalisations in turn; the last one is over columns.
     """
-    run = select(mixes.device, ref=hc_split_ref)
+    run = select(mixes, ref=hc_split_ref)
     return run(mixes, base, scale, n=n, iterations=iterations, eps=eps)
 
 
@@ -73,7 +73,7 @@ def hc_read_ref(streams: Tensor, read: Tensor) -> Tensor:
 
 def hc_read(streams: Tensor, read: Tensor) -> Tensor:
     """Mix streams [T, n, D] by read [T, n] into one sublayer input [T, D], summed in float32."""
-    return select(streams.device, ref=hc_read_ref)(streams, read)
+    return select(streams, ref=hc_read_ref)(streams, read)
 
 
 def hc_write_ref(streams: Tensor, output: Tensor, coefficients: HcCoefficients) -> Tensor:
@@ -87,4 +87,4 @@ def hc_write_ref(streams: Tensor, output: Tensor, coefficients: HcCoefficients) 
 
 def hc_write(streams: Tensor, output: Tensor, coefficients: HcCoefficients) -> Tensor:
     """Write a sublayer's output [T, D] back: returns the new streams [T, n, D]."""
-    return select(streams.device, ref=hc_write_ref)(streams, output, coefficients)
+    return select(streams, ref=hc_write_ref)(streams, output, coefficients)

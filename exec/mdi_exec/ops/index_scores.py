@@ -27,4 +27,4 @@ def index_scores(q: Tensor, head_weights: Tensor, keys: RowPool, rows: Tensor) -
     q [T, H, d] and head_weights [T, H] in the activation dtype. Returns [T, M] in that dtype;
     the score of row -1 means nothing and must be masked by the caller.
     """
-    return select(q.device, ref=index_scores_ref)(q, head_weights, keys, rows)
+    return select(q, ref=index_scores_ref)(q, head_weights, keys, rows)

@@ -115,17 +115,17 @@ def quantise_fp4_e4m3_ref(x: Tensor) -> Quantised:
 
 def quantise_fp8(x: Tensor) -> Quantised:
     """QA and QW: x [..., d] to E4M3 codes [..., d] and E8M0 scales [..., d/32]."""
-    return select(x.device, ref=quantise_fp8_ref)(x)
+    return select(x, ref=quantise_fp8_ref)(x)
 
 
 def quantise_fp4(x: Tensor) -> Quantised:
     """QI: x [..., d] to packed E2M1 [..., d/2] and E8M0 scales [..., d/32]."""
-    return select(x.device, ref=quantise_fp4_ref)(x)
+    return select(x, ref=quantise_fp4_ref)(x)
 
 
 def quantise_fp4_e4m3(x: Tensor) -> Quantised:
     """QC: x [..., d] to packed E2M1 [..., d/2] and E4M3 scales [..., d/16]."""
-    return select(x.device, ref=quantise_fp4_e4m3_ref)(x)
+    return select(x, ref=quantise_fp4_e4m3_ref)(x)
 
 
 def dequantise(rows: Quantised, dtype: torch.dtype = torch.float32) -> Tensor:

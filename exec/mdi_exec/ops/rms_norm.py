@@ -14,4 +14,4 @@ def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise x [..., d] over its last dimension; weight [d]. Returns x's dtype."""
-    return select(x.device, ref=rms_norm_ref)(x, weight, eps)
+    return select(x, ref=rms_norm_ref)(x, weight, eps)

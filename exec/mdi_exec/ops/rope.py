@@ -32,4 +32,4 @@ def rotate_ref(x: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
 
 def rotate(x: Tensor, rotation: Rotation, *, inverse: bool = False) -> Tensor:
     """Rotate the last r of x [T, d] or [T, heads, d] by its rows' angles; returns x's dtype."""
-    return select(x.device, ref=rotate_ref)(x, rotation, inverse)
+    return select(x, ref=rotate_ref)(x, rotation, inverse)

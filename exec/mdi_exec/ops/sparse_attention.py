@@ -82,5 +82,5 @@ def sparse_attention(
     sees; entry_rows [T, K] are rows of the pool `entries` (both None in window-only layers); -1 =
     none. sink float32 [H]. Returns [T, H, d] in q's dtype, still rotated by the query's position.
     """
-    run = select(q.device, ref=sparse_attention_ref)
+    run = select(q, ref=sparse_attention_ref)
     return run(q, window, window_rows, sink, entries=entries, entry_rows=entry_rows)

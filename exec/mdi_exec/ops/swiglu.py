@@ -31,4 +31,4 @@ def swiglu_quantise(
     gate and up [R, I] in the activation dtype, row_weights float32 [R] or None for 1. Returns FP8
     codes and scales, or float32 [R, I] for float32 inputs.
     """
-    return select(gate.device, ref=swiglu_quantise_ref)(gate, up, limit, row_weights)
+    return select(gate, ref=swiglu_quantise_ref)(gate, up, limit, row_weights)

@@ -28,7 +28,7 @@ def top_entries(scores: Tensor, is_valid: Tensor, k: int) -> Tensor:
 
     scores [T, M], is_valid bool [T, M]; a row with fewer than k valid columns returns all of them.
     """
-    return select(scores.device, ref=top_entries_ref)(scores, is_valid, k)
+    return select(scores, ref=top_entries_ref)(scores, is_valid, k)
 
 
 def candidate_blocks_ref(scores: Tensor, visible: Tensor, block_size: int, k: int) -> Tensor:
@@ -49,4 +49,4 @@ def candidate_blocks(scores: Tensor, visible: Tensor, block_size: int, k: int) -
     scores [T, M]; visible [T] counts each query's entries. The block of the newest visible entry
     is always kept (architecture spec, §6.4). -1 = none.
     """
-    return select(scores.device, ref=candidate_blocks_ref)(scores, visible, block_size, k)
+    return select(scores, ref=candidate_blocks_ref)(scores, visible, block_size, k)
