@@ -1,17 +1,20 @@
 """One step's rows as tensors: a ragged batch of prompt chunks and decode rows.
 
 Built from plain ints, it knows positions and memory locations but nothing of layers. Row numbers
-derived from it per layer kind live in `model/step_context.py`.
+derived from it per layer kind live in `model/step_context.py`. Shapes depend on the numbers of
+rows and sequences alone, so decode steps of one size can share a CUDA graph (`graphs.py`).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from mdi_exec.staging import Array, Staging
 
 BLOCK_TOKENS = 128  # tokens of context a KV block covers
 
@@ -35,14 +38,85 @@ class BatchItem(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class HostBatch:
+    """A batch on the host: what `Batch` holds, as numpy arrays under the same names.
+
+    Arrays named `cut.*` are those of the smaller batch behind bounded replay's cut, and `cut.rows`
+    the numbers of its rows here; they are there when `is_cut`. `max_k` is the longest context.
+    """
+
+    arrays: dict[str, Array]
+    max_k: int
+    is_cut: bool
+
+    @classmethod
+    def lay_out(
+        cls,
+        items: Sequence[BatchItem],
+        token_ids: Sequence[int] | Array,
+        *,
+        replay_keep_tokens: int = 0,
+        table_width: int = 0,
+    ) -> "HostBatch":
+        """Lay out `items`, whose new tokens stand in `token_ids` one sequence after another.
+
+        Block tables are at least `table_width` wide. `replay_keep_tokens` as in `Batch.build`.
+        """
+        assert items, "a batch needs at least one sequence"
+        columns = np.array([(i.q, i.k, i.slot, i.num_logits, i.prompt_len or i.k) for i in items],
+                           dtype=np.int64)  # fmt: skip
+        q, k, slots, logits, prompt = columns.T
+        assert ((q >= 1) & (q <= k)).all(), f"each item needs 1 <= q <= k, got {items}"
+        assert (logits <= q).all(), f"num_logits beyond the item's rows: {items}"
+        assert len(token_ids) == q.sum(), f"{len(token_ids)} token ids for {q.sum()} rows"
+        width = max(table_width, max(len(i.block_table) for i in items))
+        tables = np.zeros((len(items), width), dtype=np.int32)
+        for row, item in enumerate(items):
+            assert len(item.block_table) * BLOCK_TOKENS >= item.k, f"block table too short: {item}"
+            tables[row, : len(item.block_table)] = item.block_table
+        keep_from = np.maximum(prompt - replay_keep_tokens, 0) if replay_keep_tokens else 0 * prompt
+        arrays: dict[str, Array] = {
+            "block_tables": tables, "slots": slots,
+            "token_ids": np.asarray(token_ids, dtype=np.int32),
+            **_row_arrays(k - q, k, logits, np.zeros_like(k)),
+        }  # fmt: skip
+        is_cut = bool(keep_from.any())
+        if is_cut:
+            cut = _cut_arrays(k - q, k, logits, keep_from)
+            arrays |= {f"cut.{name}": values for name, values in cut.items()}
+        return cls(arrays, int(k.max()), is_cut)
+
+
+def _row_arrays(starts: Ints, k: Ints, logits: Ints, window_from: Ints) -> dict[str, Array]:
+    q = k - starts
+    cu_q = np.concatenate(([0], np.cumsum(q)))
+    seq = np.repeat(np.arange(len(q)), q)
+    positions = np.arange(cu_q[-1]) - cu_q[seq] + starts[seq]
+    wanted = positions >= (k - logits)[seq]
+    return {"positions": positions, "seq_of_row": seq, "starts": starts, "cu_q": cu_q, "k_len": k,
+            "logit_rows": np.flatnonzero(wanted), "window_from": window_from}  # fmt: skip
+
+
+def _cut_arrays(starts: Ints, k: Ints, logits: Ints, keep_from: Ints) -> dict[str, Array]:
+    """Keep the rows from `keep_from` on; a sequence with no row left stays, with q = 0."""
+    cut_starts = np.minimum(np.maximum(starts, keep_from), k)
+    q, kept_q = k - starts, k - cut_starts
+    first = np.cumsum(q) - q
+    shift = first + cut_starts - starts - (np.cumsum(kept_q) - kept_q)
+    rows = np.arange(kept_q.sum()) + np.repeat(shift, kept_q)
+    arrays = _row_arrays(cut_starts, k, np.minimum(logits, kept_q), keep_from)
+    return {**arrays, "rows": rows}
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Batch:
     """T rows of n sequences, in sequence order. Index tensors are int64 unless noted.
 
     token_ids int32 [T], positions [T], seq_of_row [T], starts [n] (first new position), cu_q [n+1]
     (first row), k_len [n], block_tables int32 [n, max_blocks] padded with block 0, slots [n],
-    logit_rows [m], window_from [n] (first position a window may see), keep_from [n] (first
-    position whose consumer-layer rows are computed; equal to 0 without bounded replay), is_image
-    bool [T] or None. `host_*` are the same numbers on the host.
+    logit_rows [m], window_from [n] (first position a window may see), is_image bool [T] or None.
+    `max_k` bounds the contexts, tokens: the longest one, or for a captured graph the longest there
+    may be. `cut` holds the tensors of the batch behind bounded replay's cut, None without one.
     """
 
     token_ids: Tensor
@@ -55,11 +129,9 @@ class Batch:
     slots: Tensor
     logit_rows: Tensor
     window_from: Tensor
-    is_image: Tensor | None
-    host_starts: Ints
-    host_k: Ints
-    host_logits: Ints
-    host_keep_from: Ints
+    max_k: int
+    is_image: Tensor | None = None
+    cut: Mapping[str, Tensor] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -67,12 +139,7 @@ class Batch:
 
     @property
     def num_seqs(self) -> int:
-        return len(self.host_k)
-
-    @property
-    def max_k(self) -> int:
-        """Longest context of the batch, tokens."""
-        return int(self.host_k.max())
+        return self.k_len.shape[0]
 
     @property
     def device(self) -> torch.device:
@@ -91,47 +158,25 @@ class Batch:
         """Lay out `items`, whose new tokens stand in `token_ids` one sequence after another.
 
         `replay_keep_tokens` > 0 turns bounded replay on (architecture spec, §9): consumer layers
-        compute only the last that many positions of each prompt.
+        compute only the last that many positions of each prompt. Asserts that items fit together.
         """
-        assert items, "a batch needs at least one sequence"
-        columns = np.array([(i.q, i.k, i.slot, i.num_logits, i.prompt_len or i.k) for i in items],
-                           dtype=np.int64)  # fmt: skip
-        q, k, slots, logits, prompt = columns.T
-        assert ((q >= 1) & (q <= k)).all(), f"each item needs 1 <= q <= k, got {items}"
-        assert (logits <= q).all(), f"num_logits beyond the item's rows: {items}"
-        keep_from = np.maximum(prompt - replay_keep_tokens, 0) if replay_keep_tokens else 0 * prompt
-        tables = np.zeros((len(items), max(len(i.block_table) for i in items)), dtype=np.int32)
-        for row, item in enumerate(items):
-            assert len(item.block_table) * BLOCK_TOKENS >= item.k, f"block table too short: {item}"
-            tables[row, : len(item.block_table)] = item.block_table
-        ids = torch.as_tensor(token_ids, dtype=torch.int32, device=device)
-        assert len(ids) == q.sum(), f"{len(ids)} token ids for {q.sum()} rows"
-        return cls._lay_out(
-            ids, _Columns(k - q, k, logits, keep_from, np.zeros_like(k)),
-            torch.as_tensor(tables, device=device), torch.as_tensor(slots, device=device), is_image,
-        )  # fmt: skip
+        ids = token_ids.cpu().numpy() if isinstance(token_ids, Tensor) else token_ids
+        host = HostBatch.lay_out(items, ids, replay_keep_tokens=replay_keep_tokens)
+        return cls.place(host, Staging(device).upload(host.arrays), is_image=is_image)
 
     @classmethod
-    def _lay_out(
-        cls, token_ids: Tensor, columns: "_Columns", block_tables: Tensor, slots: Tensor,
-        is_image: Tensor | None,
+    def place(
+        cls, host: HostBatch, tensors: Mapping[str, Tensor], *, max_k: int | None = None,
+        is_image: Tensor | None = None,
     ) -> "Batch":  # fmt: skip
-        q = columns.k - columns.starts
-        cu_q = np.concatenate(([0], np.cumsum(q)))
-        seq = np.repeat(np.arange(len(q)), q)
-        positions = np.arange(cu_q[-1]) - cu_q[seq] + columns.starts[seq]
-        wanted = positions >= (columns.k - columns.logits)[seq]
+        """Make a batch of `host`'s arrays, which stand on a device as `tensors`.
 
-        def place(values: Ints) -> Tensor:
-            return torch.as_tensor(values, device=token_ids.device)
-
-        return cls(
-            token_ids=token_ids, positions=place(positions), seq_of_row=place(seq),
-            starts=place(columns.starts), cu_q=place(cu_q), k_len=place(columns.k),
-            block_tables=block_tables, slots=slots, logit_rows=place(np.flatnonzero(wanted)),
-            window_from=place(columns.window_from), is_image=is_image, host_starts=columns.starts,
-            host_k=columns.k, host_logits=columns.logits, host_keep_from=columns.keep_from,
-        )  # fmt: skip
+        `max_k` replaces the longest context by a bound on later ones.
+        """
+        own = {name: tensors[name] for name in host.arrays if not name.startswith("cut.")}
+        cut = {name[4:]: tensors[name] for name in host.arrays if name.startswith("cut.")}
+        bound = host.max_k if max_k is None else max_k
+        return cls(**own, max_k=bound, is_image=is_image, cut=cut if host.is_cut else None)
 
     def consumer_rows(self) -> tuple["Batch", Tensor]:
         """Cut to the rows bounded replay keeps: the smaller batch, and its rows' numbers here.
@@ -139,41 +184,9 @@ class Batch:
         Windows of the smaller batch do not reach behind the cut. A sequence with no row left stays
         with q = 0, and writes nothing.
         """
-        starts = np.minimum(np.maximum(self.host_starts, self.host_keep_from), self.host_k)
-        q = self.host_k - self.host_starts
-        first = np.cumsum(q) - q
-        kept_q = self.host_k - starts
-        shift = first + starts - self.host_starts - (np.cumsum(kept_q) - kept_q)
-        kept = np.arange(kept_q.sum()) + np.repeat(shift, kept_q)
-        rows = torch.as_tensor(kept, device=self.device)
-        columns = _Columns(starts, self.host_k, np.minimum(self.host_logits, kept_q),
-                           self.host_keep_from, self.host_keep_from)  # fmt: skip
+        assert self.cut is not None, "this batch has no cut"
+        arrays = dict(self.cut)
+        rows = arrays.pop("rows")
         is_image = None if self.is_image is None else self.is_image[rows]
-        cut = Batch._lay_out(self.token_ids[rows], columns, self.block_tables, self.slots, is_image)
+        cut = replace(self, token_ids=self.token_ids[rows], is_image=is_image, cut=None, **arrays)
         return cut, rows
-
-    def host_group_ends(self, ratio: int) -> Ints:
-        """Row numbers at which a group of `ratio` tokens, anchored at position 0, is complete."""
-        q = self.host_k - self.host_starts
-        first = np.cumsum(q) - q
-        positions = np.arange(q.sum()) + np.repeat(self.host_starts - first, q)
-        ends: Ints = np.flatnonzero(positions % ratio == ratio - 1)
-        return ends
-
-    def host_tail_rows(self, length: int) -> Ints:
-        """Row numbers of each sequence's last `length` new tokens (or all of its new ones)."""
-        q = self.host_k - self.host_starts
-        taken = np.minimum(q, length)
-        ends = np.cumsum(q)
-        rows: Ints = np.arange(taken.sum()) + np.repeat(ends - np.cumsum(taken), taken)
-        return rows
-
-
-class _Columns(NamedTuple):
-    """Per-sequence numbers a layout is made of."""
-
-    starts: Ints
-    k: Ints
-    logits: Ints
-    keep_from: Ints
-    window_from: Ints

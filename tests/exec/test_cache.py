@@ -5,6 +5,7 @@ import torch
 
 from mdi_exec.batch import Batch, BatchItem
 from mdi_exec.cache import CacheLayout, DeviceCache
+from mdi_exec.model.step_context import StepContext
 from mdi_exec.model.transformer import Layer, Transformer
 from mdi_exec.model.weights import Weights
 from mdi_exec.numerics import Numerics
@@ -67,8 +68,26 @@ def test_batch_tensors():
     assert batch.block_tables.tolist() == [[7, 0], [8, 9], [3, 0]]
     assert batch.slots.tolist() == [2, 4, 1]
     assert batch.logit_rows.tolist() == [2, 3]
-    assert batch.host_group_ends(2).tolist() == [1, 5]
-    assert batch.host_tail_rows(2).tolist() == [1, 2, 3, 4, 5]
+    assert batch.max_k == 131
+
+
+def test_row_numbers_depend_on_nothing_but_the_batch(exact):
+    """Rows that end no group, or that a ring does not keep, go to what is never handed out."""
+    items = [
+        BatchItem(3, 5, 2, [7], 1),
+        BatchItem(1, 131, 4, [8, 9], 1),
+        BatchItem(2, 2, 1, [3], 0),
+    ]
+    batch = Batch.build(items, [10, 11, 12, 20, 30, 31])
+    ctx = StepContext(batch, exact.cache(), exact.model.ropes)
+    groups = ctx.groups(2, 1)
+    assert groups.is_complete.tolist() == [False, True, False, False, False, True]
+    assert groups.first_position.tolist() == [1, 2, 3, 129, 0, 0]
+    assert groups.entry.tolist() == [0, 7 * 64 + 1, 0, 0, 0, 3 * 64]
+    assert groups.members.tolist() == [[0, 3], [3, 4], [4, 5], [1, 6], [7, 7], [7, 8]]
+    ring = ctx.ring(2)
+    assert ring.kept.tolist() == [4, 5, 8, 9, 2, 3]
+    assert ring.target.tolist() == [0, 5, 4, 8, 2, 3]
 
 
 def test_broken_batches_are_caught():

@@ -76,7 +76,9 @@ class Replay:
         if layer.attention.indexer is not None:
             self.selection(layer, qr, a_in, ctx, found)
         ring = ctx.cache.windows[layer.plan.index]
-        found["attn.window_kv"] = ring.gather(ctx.window_ring.target)
+        found["attn.window_kv"] = ring.gather(
+            ctx.window_ring.target[-ctx.cache.layout.window_rows :]
+        )
         q = torch.unflatten(
             layer.attention.wq_b(quantise_activation(qr)), 1, layer.attention.head_shape
         )
@@ -106,7 +108,7 @@ class Replay:
         count = ctx.batch.max_k // layer.plan.ratio
         shown = torch.arange(count)[-4 if ctx.batch.num_rows == 1 else 0 :]
         pool_rows = ctx.entry_rows(torch.zeros(1, dtype=torch.int64), shown, layer.plan.ratio)
-        found["cmp.latent"] = latents.values
+        found["cmp.latent"] = latents.values[latents.groups.is_complete]
         found["cmp.entries"] = ctx.cache.entries[layer.plan.index].gather(pool_rows)
         found["idx.keys"] = ctx.cache.keys[layer.plan.index].gather(pool_rows)
         if layer.plan.ratio == 2:

@@ -2,7 +2,8 @@
 
 At ratio 1 a bfloat16 projection; at ratio 2 a gated average of the two tokens, in float32. Groups
 are anchored at absolute positions, whatever the chunks; an unfinished group's values wait in the
-slot's tail.
+slot's tail. Every row makes the group that would end there, whether it does or not: then shapes do
+not depend on positions, and a step needs nothing from the host.
 """
 
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from mdi_exec.ops.rope import rotate
 
 
 class Latents(NamedTuple):
-    """Compressed vectors [G, d] before rotation, and where their groups stand."""
+    """Compressed vectors [T, d] before rotation, one per row of the step, and their groups."""
 
     values: Tensor
     groups: GroupRows
@@ -56,7 +57,7 @@ class Compressor:
         layer = self.plan.index
         tail, ring = ctx.cache.tails[layer], ctx.ring(ctx.cache.layout.tail_rows(layer))
         new = torch.stack((self.wkv.float32(a_in), self.wgate.float32(a_in)), dim=1)
-        members = torch.cat((tail[ring.kept], new))[groups.members]  # [G, r, 2, d]
-        tail[ring.target] = new[ring.written]
+        members = torch.cat((tail[ring.kept], new))[groups.members]  # [T, r, 2, d]
+        tail[ring.target] = new
         weights = torch.softmax(members[:, :, 1], dim=1)
         return (members[:, :, 0] * weights).sum(dim=1).to(a_in.dtype)

@@ -109,7 +109,7 @@ class EngramIds:
         ring, history = ctx.ring(length), ctx.cache.engram_ids
         rows, exists = ctx.look_back(self.depth, length)
         seen = torch.cat((history[ring.kept].to(torch.int64), ids))[rows]
-        history[ring.target] = ids[ring.written].to(torch.int32)
+        history[ring.target] = ids.to(torch.int32)
         return seen.masked_fill(~exists, BLOCKED)
 
 

@@ -18,25 +18,31 @@ from mdi_exec.ops.rope import Rotation
 class RingRows(NamedTuple):
     """Rows of a slot ring in one step, for a ring of R positions.
 
-    kept [n * R]: pool rows of the batch's sequences; new rows count from n * R on. written [m]:
-    rows of the step that stay, and `target` [m] their pool rows.
+    kept [n * R]: pool rows of the batch's sequences; new rows count from n * R on. target [T]: pool
+    row to which each row of the step goes. Every row is written, so that nothing depends on how
+    many of a chunk's rows outlive it: those that do not go to the reserved slot 0.
     """
 
     kept: Tensor
-    written: Tensor
     target: Tensor
+
+    @property
+    def written(self) -> Tensor:
+        """Rows of the step that are written: all, [T]."""
+        return torch.arange(self.target.shape[0], device=self.target.device)
 
 
 class GroupRows(NamedTuple):
-    """Compressed groups that this step completes, at one ratio r.
+    """The group of r tokens that ends at each row of the step, at one ratio r.
 
-    last [G]: the row of each group's last token. members [G, r]: rows of its tokens among kept
-    and new ones (see `RingRows`). first_position [G]. entry [G]: pool row of the new entry.
+    members [T, r]: rows of its tokens among kept and new ones (see `RingRows`). first_position [T].
+    is_complete bool [T]: the row really ends a group. entry [T]: pool row of the new entry; rows
+    that end no group compute one all the same, and put it into row 0, of the reserved block 0.
     """
 
-    last: Tensor
     members: Tensor
     first_position: Tensor
+    is_complete: Tensor
     entry: Tensor
 
 
@@ -44,15 +50,20 @@ class StepContext:
     """Index tensors of one batch, made once per step; `selected` and `candidates` change by layer.
 
     selected [T, topk]: pool rows of the entries the last index source chose, -1 = none.
-    candidates [T, C]: blocks of entries the candidate source kept, or None.
+    candidates [T, C]: blocks of entries the candidate source kept, or None. `expert_counts`, when
+    given, collects each layer's rows per expert. Nothing here makes the host wait for the device.
     """
 
-    def __init__(self, batch: Batch, cache: DeviceCache, ropes: RopeTables) -> None:
+    def __init__(
+        self, batch: Batch, cache: DeviceCache, ropes: RopeTables,
+        expert_counts: list[Tensor] | None = None,
+    ) -> None:  # fmt: skip
         self.batch = batch
         self.cache = cache
         self.ropes = ropes
         self.selected: Tensor | None = None
         self.candidates: Tensor | None = None
+        self.expert_counts = expert_counts
         self._rotations = {r: ropes.rotation(batch.positions, r) for r in (0, 1)}
         window = cache.layout.config.sliding_window
         first = torch.maximum(
@@ -64,18 +75,23 @@ class StepContext:
         self.window_rows = rows.masked_fill(~is_seen, -1)
         self.window_ring = self.ring(cache.layout.window_rows)
 
+    def note_expert_counts(self, counts: Tensor) -> None:
+        """Keep a layer's rows per expert, int32 [E], when someone records them."""
+        if self.expert_counts is not None:
+            self.expert_counts.append(counts)
+
     def rotation(self, ratio: int) -> Rotation:
         """Rotation of the rows' own positions in a layer of this ratio."""
         return self._rotations[min(ratio, 1)]
 
     def ring(self, length: int) -> RingRows:
         """Rows of a slot ring that keeps `length` positions per sequence."""
-        batch = self.batch
+        batch, seq = self.batch, self.batch.seq_of_row
         offsets = torch.arange(length, device=batch.device)
         kept = (batch.slots.unsqueeze(1) * length + offsets).flatten()
-        written = torch.as_tensor(batch.host_tail_rows(length), device=batch.device)
-        slots = batch.slots[batch.seq_of_row[written]]
-        return RingRows(kept, written, slots * length + batch.positions[written] % length)
+        stays = batch.positions >= batch.k_len[seq] - length
+        target = batch.slots[seq] * stays * length + batch.positions % length
+        return RingRows(kept, target)
 
     def look_back(self, depth: int, length: int) -> tuple[Tensor, Tensor]:
         """Rows of positions p, p-1, .. p-depth+1 of every row, [T, depth], and which exist.
@@ -87,15 +103,15 @@ class StepContext:
         return self._rows_of(targets, batch.seq_of_row, length), targets >= 0
 
     def groups(self, ratio: int, tail_rows: int) -> GroupRows:
-        """Groups of `ratio` tokens completed in this step; the tail ring keeps `tail_rows`."""
-        batch = self.batch
-        last = torch.as_tensor(batch.host_group_ends(ratio), device=batch.device)
-        seq, position = batch.seq_of_row[last], batch.positions[last]
-        first = position - (ratio - 1)
+        """Groups of `ratio` tokens by their last row; the tail ring keeps `tail_rows`."""
+        batch, seq = self.batch, self.batch.seq_of_row
+        first = batch.positions - (ratio - 1)
         targets = first.unsqueeze(1) + torch.arange(ratio, device=batch.device)
-        members = self._rows_of(targets, seq, tail_rows)
-        entry = self.entry_rows(seq.unsqueeze(1), (first // ratio).unsqueeze(1), ratio)
-        return GroupRows(last, members, first, entry.squeeze(1))
+        members = self._rows_of(targets.clamp(min=0), seq, tail_rows)
+        first = first.clamp(min=0)
+        is_complete = batch.positions % ratio == ratio - 1
+        entry = self.entry_rows(seq.unsqueeze(1), (first // ratio).unsqueeze(1), ratio).squeeze(1)
+        return GroupRows(members, first, is_complete, entry * is_complete)
 
     def entry_rows(self, seq: Tensor, entries: Tensor, ratio: int) -> Tensor:
         """Pool rows of sequences' entries [..., M] (seq broadcasts); -1 stays -1."""

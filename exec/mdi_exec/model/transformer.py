@@ -118,16 +118,22 @@ class Transformer:
 
     @torch.inference_mode()
     def forward(
-        self, batch: Batch, cache: DeviceCache, watch: Callable[[str, Tensor], None] | None = None
+        self,
+        batch: Batch,
+        cache: DeviceCache,
+        watch: Callable[[str, Tensor], None] | None = None,
+        *,
+        expert_counts: list[Tensor] | None = None,
     ) -> Tensor:
         """Run one step; returns float32 logits [m, vocab_size] of `batch.logit_rows`, in order.
 
         Writes the new tokens' state to `cache`. Consumer layers run on the rows that bounded
         replay keeps (all of them unless the batch says otherwise). `watch` sees the streams
-        [T, n, D] behind each part, by name; it is for finding faults.
+        [T, n, D] behind each part, by name; it is for finding faults. `expert_counts` collects
+        each layer's rows per expert. The host never waits for the device.
         """
         assert cache.layout.numerics is self.numerics, "model and cache must round alike"
-        ctx = StepContext(batch, cache, self.ropes)
+        ctx = StepContext(batch, cache, self.ropes, expert_counts)
         streams = self.embed_rows(batch)
         if watch is not None:
             watch("the embedding", streams.x)
@@ -136,11 +142,12 @@ class Transformer:
             if ids is not None and layer.plan.engram_index is not None:
                 streams = self.add_engram(layer.plan.index, streams, ids)
             layer.store_entries(streams, ctx)
-            if layer.plan.index == self.config.n_prefill_layer and batch.host_keep_from.any():
+            if layer.plan.index == self.config.n_prefill_layer and batch.cut is not None:
                 batch, kept = batch.consumer_rows()
                 if batch.num_rows == 0:
                     return torch.empty(0, self.config.vocab_size, device=self.device)
-                ctx, streams = StepContext(batch, cache, self.ropes), streams.rows(kept)
+                ctx = StepContext(batch, cache, self.ropes, expert_counts)
+                streams = streams.rows(kept)
             streams = layer(streams, ctx)
             if watch is not None:
                 watch(f"layer {layer.plan.index}", streams.x)
