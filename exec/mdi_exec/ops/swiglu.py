@@ -30,7 +30,7 @@ def swiglu_quantise(
 
     gate and up [R, I] in the activation dtype, row_weights float32 [R] or None for 1. They may be
     the halves of one [R, 2I] tensor, which a kernel reads where it lies. Returns FP8 codes and
-    scales (from a kernel: the rounded bfloat16 values [R, I]), or float32 [R, I] for float32 inputs.
+    scales (a kernel: their bfloat16 values [R, I]), or float32 [R, I] for float32 inputs.
     """
     run = select(gate, ref=swiglu_quantise_ref, kernel="swiglu.swiglu_quantise")
     return run(gate, up, limit, row_weights)

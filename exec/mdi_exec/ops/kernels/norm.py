@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mdi_exec.ops.kernels.jit import Sample, compiled
 from mdi_exec.ops.kernels.lanes import CHUNK, block_sum, row_chunks, row_threads
-from mdi_exec.ops.kernels.quantise import load_chunk, round_fp8
+from mdi_exec.ops.kernels.quantise import round_fp8
 
 # Names of the weights' dtypes: bfloat16 in checkpoints, float32 if someone promoted them.
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}

@@ -47,9 +47,9 @@ def power_of_two_scale(amax, floor, reciprocal, exponent, scale, inverse):
 
     Neither the scale nor its inverse is ever subnormal: floors keep exponents in 1 .. 253.
     """
-    bits = T.reinterpret("uint32", T.max(amax[0], T.float32(floor)) * T.float32(reciprocal))
+    bits = T.reinterpret(T.max(amax[0], T.float32(floor)) * T.float32(reciprocal), "uint32")
     exponent[0] = T.shift_right(bits + T.uint32(0x7FFFFF), T.uint32(23))
-    scale[0] = T.reinterpret("float32", T.shift_left(exponent[0], T.uint32(23)))
+    scale[0] = T.reinterpret(T.shift_left(exponent[0], T.uint32(23)), "float32")
     inverse[0] = T.reinterpret(
         "float32", T.shift_left(T.uint32(_INVERSE_EXPONENT) - exponent[0], T.uint32(23))
     )
@@ -85,7 +85,7 @@ def _step(magnitude, step, rise, tie_goes_up):
 def e2m1_code(value):
     """Round a float32 expression to its 4-bit E2M1 code (uint32), ties to the even code."""
     magnitude, one = T.abs(value), T.uint32(1)
-    code = T.shift_left(T.shift_right(T.reinterpret("uint32", value), T.uint32(31)), T.uint32(3))
+    code = T.shift_left(T.shift_right(T.reinterpret(value, "uint32"), T.uint32(31)), T.uint32(3))
     for step, tie_goes_up in ((0.25, False), (0.75, True), (1.25, False), (1.75, True),
                               (2.5, False), (3.5, True), (5.0, False)):  # fmt: skip
         code = code + _step(magnitude, step, one, tie_goes_up)
@@ -98,7 +98,7 @@ def e2m1_value(code):
     high = T.if_then_else(index < 6, index - 2, 2 * index - 8)
     magnitude = T.if_then_else(index < 4, index * T.float32(0.5), high)
     sign = T.shift_left(code & T.uint32(8), T.uint32(28))
-    return T.reinterpret("float32", T.reinterpret("uint32", magnitude) | sign)
+    return T.reinterpret(T.reinterpret(magnitude, "uint32") | sign, "float32")
 
 
 @T.macro
@@ -144,7 +144,7 @@ def encode(form, values, stored, scale_byte):
         codes = T.alloc_local((CHUNK,), "float8_e4m3fn")
         fp8_codes(values, codes, exponent, scale)
         for i in T.unroll(CHUNK):
-            stored[i] = T.reinterpret("uint8", codes[i])
+            stored[i] = T.reinterpret(codes[i], "uint8")
         scale_byte[0] = T.cast(exponent[0], "uint8")
     elif form == FP4:
         nibbles = T.alloc_local((CHUNK,), "uint32")
@@ -156,7 +156,7 @@ def encode(form, values, stored, scale_byte):
         scale_code = T.alloc_local((1,), "float8_e4m3fn")
         fp4_e4m3_codes(values, entry_nibbles, scale_code)
         pack(entry_nibbles, stored)
-        scale_byte[0] = T.reinterpret("uint8", scale_code[0])
+        scale_byte[0] = T.reinterpret(scale_code[0], "uint8")
 
 
 @T.macro

@@ -63,13 +63,13 @@ def decode(form, stored, scale_byte, decoded):
     """Float32 values of a thread's 8 codes times their group's scale."""
     scale = T.alloc_local((1,), "float32")
     if form == FP4_E4M3:
-        scale[0] = T.cast(T.reinterpret("float8_e4m3fn", scale_byte[0]), "float32")
+        scale[0] = T.cast(T.reinterpret(scale_byte[0], "float8_e4m3fn"), "float32")
     else:
         exponent = T.cast(scale_byte[0], "uint32")
-        scale[0] = T.reinterpret("float32", T.shift_left(exponent, T.uint32(23)))
+        scale[0] = T.reinterpret(T.shift_left(exponent, T.uint32(23)), "float32")
     for i in T.unroll(CHUNK):
         if form == FP8:
-            decoded[i] = T.cast(T.reinterpret("float8_e4m3fn", stored[i]), "float32") * scale[0]
+            decoded[i] = T.cast(T.reinterpret(stored[i], "float8_e4m3fn"), "float32") * scale[0]
         else:
             nibble = T.shift_right(T.cast(stored[i // 2], "uint32"), T.cast(i % 2 * 4, "uint32"))
             decoded[i] = e2m1_value(nibble & T.uint32(15)) * scale[0]
