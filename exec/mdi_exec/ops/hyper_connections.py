@@ -2,8 +2,8 @@
 
 `hc_mixes` projects the streams, `hc_split` turns the projection into the three sets of
 coefficients, `hc_read` and `hc_write` apply them (architecture spec, §4). `hc_finish` splits a
-projection that comes in parts; `hc_read_norm` reads, normalises and rounds in one pass. Which sublayer's read coefficients are used where ("shifted") is `transformer.py`'s
-business.
+projection that comes in parts; `hc_read_norm` reads, normalises and rounds in one pass. Which
+sublayer's read coefficients are used where ("shifted") is `transformer.py`'s business.
 """
 
 from typing import NamedTuple

@@ -50,9 +50,8 @@ def power_of_two_scale(amax, floor, reciprocal, exponent, scale, inverse):
     bits = T.reinterpret(T.max(amax[0], T.float32(floor)) * T.float32(reciprocal), "uint32")
     exponent[0] = T.shift_right(bits + T.uint32(0x7FFFFF), T.uint32(23))
     scale[0] = T.reinterpret(T.shift_left(exponent[0], T.uint32(23)), "float32")
-    inverse[0] = T.reinterpret(
-        "float32", T.shift_left(T.uint32(_INVERSE_EXPONENT) - exponent[0], T.uint32(23))
-    )
+    inverse_exponent = T.uint32(_INVERSE_EXPONENT) - exponent[0]
+    inverse[0] = T.reinterpret(T.shift_left(inverse_exponent, T.uint32(23)), "float32")
 
 
 @T.macro
