@@ -1,8 +1,9 @@
 """Hyper-connections: how a sublayer reads from and writes to the n parallel residual streams.
 
 `hc_mixes` projects the streams, `hc_split` turns the projection into the three sets of
-coefficients, `hc_read` and `hc_write` apply them (architecture spec, §4). Which sublayer's read
-coefficients are used where ("shifted") is `transformer.py`'s business.
+coefficients, `hc_read` and `hc_write` apply them (architecture spec, §4). `hc_finish` splits a
+projection that comes in parts; `hc_read_norm` reads, normalises and rounds in one pass. Which
+sublayer's read coefficients are used where ("shifted") is `transformer.py`'s business.
 """
 
 from typing import NamedTuple
@@ -13,6 +14,8 @@ from torch import Tensor
 from mdi_exec.ops.backend import select
 from mdi_exec.ops.elementwise import everywhere
 from mdi_exec.ops.gemm import matmul_ref
+from mdi_exec.ops.quantise import Quantised
+from mdi_exec.ops.rms_norm import rms_norm_round_ref
 
 # Float32 coefficients against another summation order of the same projection.
 HC_MAX_ABS = 1e-5
@@ -60,8 +63,37 @@ def hc_split(
     The n x n part is normalised by Sinkhorn's iteration: a row softmax, then `iterations` column
     and `iterations - 1` row normalisations in turn; the last one is over columns.
     """
-    run = select(mixes, ref=hc_split_ref)
+    run = select(
+        mixes, ref=hc_split_ref, kernel="hc_coefficients.hc_split", dtypes=(torch.float32,)
+    )
     return run(mixes, base, scale, n=n, iterations=iterations, eps=eps)
+
+
+def hc_finish_ref(
+    parts: Tensor, squares: Tensor, base: Tensor, scale: Tensor, *, width: int, norm_eps: float,
+    n: int, iterations: int, eps: float,
+) -> HcCoefficients:  # fmt: skip
+    total, square = parts[0], squares[0]
+    for part in range(1, parts.shape[0]):
+        total, square = total + parts[part], square + squares[part]
+    mixes = total * torch.rsqrt(square * (1.0 / width) + norm_eps).unsqueeze(-1)
+    return hc_split_ref(mixes, base, scale, n=n, iterations=iterations, eps=eps)
+
+
+def hc_finish(
+    parts: Tensor, squares: Tensor, base: Tensor, scale: Tensor, *, width: int, norm_eps: float,
+    n: int, iterations: int, eps: float,
+) -> HcCoefficients:  # fmt: skip
+    """Add up a projection's parts in order, normalise it, and do `hc_split`.
+
+    parts float32 [S, T, (2+n)n] are partial projections of the streams, squares float32 [S, T] the
+    same parts' sums of squares; width = nD is how many values a token's squares were taken of.
+    """
+    run = select(
+        parts, ref=hc_finish_ref, kernel="hc_coefficients.hc_finish", dtypes=(torch.float32,)
+    )
+    return run(parts, squares, base, scale, width=width, norm_eps=norm_eps, n=n,
+               iterations=iterations, eps=eps)  # fmt: skip
 
 
 def hc_read_ref(streams: Tensor, read: Tensor) -> Tensor:
@@ -73,7 +105,21 @@ def hc_read_ref(streams: Tensor, read: Tensor) -> Tensor:
 
 def hc_read(streams: Tensor, read: Tensor) -> Tensor:
     """Mix streams [T, n, D] by read [T, n] into one sublayer input [T, D], summed in float32."""
-    return select(streams, ref=hc_read_ref)(streams, read)
+    return select(streams, ref=hc_read_ref, kernel="hyper_connections.hc_read")(streams, read)
+
+
+def hc_read_norm_ref(
+    streams: Tensor, read: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Quantised | Tensor]:
+    return rms_norm_round_ref(hc_read_ref(streams, read), weight, eps)
+
+
+def hc_read_norm(
+    streams: Tensor, read: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Quantised | Tensor]:
+    """Do `hc_read`, then `rms_norm_round` by weight [D]: a sublayer's input, normed and rounded."""
+    run = select(streams, ref=hc_read_norm_ref, kernel="hyper_connections.hc_read_norm")
+    return run(streams, read, weight, eps)
 
 
 def hc_write_ref(streams: Tensor, output: Tensor, coefficients: HcCoefficients) -> Tensor:
@@ -87,4 +133,5 @@ def hc_write_ref(streams: Tensor, output: Tensor, coefficients: HcCoefficients) 
 
 def hc_write(streams: Tensor, output: Tensor, coefficients: HcCoefficients) -> Tensor:
     """Write a sublayer's output [T, D] back: returns the new streams [T, n, D]."""
-    return select(streams, ref=hc_write_ref)(streams, output, coefficients)
+    run = select(streams, ref=hc_write_ref, kernel="hyper_connections.hc_write")
+    return run(streams, output, coefficients)
