@@ -185,7 +185,9 @@ def group_rows_program(num_experts: int, tile: int):
                     mine = T.ballot(ids[i] == expert)
                     if ids[i] == expert:
                         rank = at + T.cast(
-                            T.popcount(mine & ((T.uint32(1) << T.cast(lane, "uint32")) - T.uint32(1))),
+                            T.popcount(
+                                mine & ((T.uint32(1) << T.cast(lane, "uint32")) - T.uint32(1))
+                            ),
                             "int32",
                         )
                         order[rank] = first + s * step + i * WARP + lane
@@ -202,7 +204,9 @@ def group_rows_program(num_experts: int, tile: int):
             for i in T.serial(T.ceildiv(own, threads)):
                 if i * threads + thread < own:
                     tile_expert[tiles + i * threads + thread] = expert
-                    tile_start[tiles + i * threads + thread] = before + (i * threads + thread) * tile
+                    tile_start[tiles + i * threads + thread] = (
+                        before + (i * threads + thread) * tile
+                    )
             if expert == num_experts - 1:
                 tiles = tiles + own
                 for i in T.serial(T.ceildiv(num_tiles - tiles, threads)):
