@@ -54,9 +54,7 @@ class Moe:
         self.shared_w13 = shared.fp8_stack(("w1", "w3"), inner, width)
         self.shared_w2 = QLinear(shared, "w2", width, inner)
 
-    def __call__(
-        self, f_in: Tensor, x: Quantised | Tensor, ctx: StepContext
-    ) -> Tensor:
+    def __call__(self, f_in: Tensor, x: Quantised | Tensor, ctx: StepContext) -> Tensor:
         """Return the sublayer's output [T, D] for its normed input f_in [T, D]; x is f_in rounded."""
         experts, weights = self.router(f_in, ctx.batch.is_image)
         tile = tile_rows(experts.numel(), self.num_experts)

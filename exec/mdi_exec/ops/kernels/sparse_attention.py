@@ -87,9 +87,7 @@ def sparse_attention_program(heads, width, window_width, top_k):
                 at = step * 256 + worker * 32
                 if at < width:
                     for v in T.vectorized(16):
-                        raw[(i * steps + step) * 16 + v] = codes[
-                            T.max(found[i], 0), at // 2 + v
-                        ]
+                        raw[(i * steps + step) * 16 + v] = codes[T.max(found[i], 0), at // 2 + v]
                     for v in T.vectorized(2):
                         factor[(i * steps + step) * 2 + v] = T.if_then_else(
                             found[i] >= 0,

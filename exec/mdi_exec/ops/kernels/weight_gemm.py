@@ -90,9 +90,7 @@ def weight_gemm(
                 T.copy(scales[tile_expert[bt], bn * cta_scale_rows, 0], factors)
                 T.clear(sums)
                 for step in T.Pipelined(k // block, num_stages=stages):
-                    T.copy(
-                        words[tile_expert[bt], bn * rows_per_cta, step * words_per_block], codes
-                    )
+                    T.copy(words[tile_expert[bt], bn * rows_per_cta, step * words_per_block], codes)
                     T.copy(x[tile_start[bt], step * block], tokens)
                     if in_registers:
                         T.call_extern(
@@ -103,9 +101,7 @@ def weight_gemm(
                     else:
                         for i, j in T.Parallel(rows_per_cta, block):
                             weight[i, j] = _decoded(codes, factors, i, j, step, block, is_fp8)
-                    T.gemm(
-                        weight, tokens, sums, transpose_B=True, policy=T.GemmWarpPolicy.FullRow
-                    )
+                    T.gemm(weight, tokens, sums, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
                 end = T.alloc_var("int32", init=offsets[tile_expert[bt] + 1])
                 start = T.alloc_var("int32", init=tile_start[bt])
                 for i, j in T.Parallel(rows_per_cta, tile):
