@@ -31,7 +31,7 @@ def test_norm_matches_the_reference(width, rows):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("rows", (1, 3, 129))
+@pytest.mark.parametrize("rows", [1, 3, 129])
 def test_the_rounded_norm_is_the_norm_rounded(width, rows):
     x, weight = normal(rows, width), gains(width)
     normed, rounded = kernels.rms_norm_round(x, weight, EPS)
@@ -39,9 +39,9 @@ def test_the_rounded_norm_is_the_norm_rounded(width, rows):
     assert_bits(rounded, quantise.round_activation(normed))
 
 
-@pytest.mark.parametrize("scale", [0.0, 2.0**-60, 2.0**60])
+@pytest.mark.parametrize("scale", [0.0, 2.0**-60, 2.0**50])
 def test_extreme_rows(scale):
-    """Zeros stay zeros; where squares neither vanish nor overflow, the scale is lost."""
+    """Zeros, squares far below eps, and squares not far from overflow."""
     x = normal(3, 512) * scale
     found = kernels.rms_norm(x, gains(512), EPS)
     assert_close_in_ulps(found, rms_norm_ref(x, gains(512), EPS), ulps=1, share=SHARE_OFF)

@@ -53,7 +53,7 @@ def test_codes_of_any_shape(name, shape):
 
 
 @pytest.mark.parametrize("name", VALUES)
-@pytest.mark.parametrize("rows", (0, *ROW_COUNTS))
+@pytest.mark.parametrize("rows", [0, *ROW_COUNTS])
 def test_values_of_any_number_of_rows(name, rows):
     kernel, reference = VALUES[name]
     x = normal(rows, 16, 32)
