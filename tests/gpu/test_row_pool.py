@@ -24,7 +24,7 @@ def pools(make, width, num_rows):
     generator = torch.Generator().manual_seed(4)
     for name in ("codes", "scales"):
         shape = getattr(found, name).shape
-        noise = torch.randint(0, 120, shape, generator=generator, dtype=torch.uint8).to(DEVICE)
+        noise = torch.randint(1, 120, shape, generator=generator, dtype=torch.uint8).to(DEVICE)
         setattr(found, name, noise)
         setattr(expected, name, noise.clone())
     return found, expected
