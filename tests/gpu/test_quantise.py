@@ -80,3 +80,9 @@ def test_public_ops_choose_the_kernel_by_dtype():
     assert_bits(rounded, fp8_values(x))
     assert_bits(ops.round_fp4(x), ops.round_fp4_ref(x))
     assert ops.quantise_activation(x.float()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("kernel", [kernels.quantise_fp8, kernels.round_activation])
+def test_a_width_of_broken_groups_is_an_error(kernel):
+    with pytest.raises(RuntimeError):
+        kernel(normal(2, 48))
