@@ -1,7 +1,8 @@
 """Kernels of routing: choosing experts, sorting rows by expert, adding results up.
 
-All three are small and latency-bound except `combine`, which reads each routed row once. Counting is
-integer arithmetic, so the order of atomic additions does not show. Read next: `ops/routing.py`.
+The first two are small and bound by latency, `combine` by memory: it reads each routed row once.
+Rows are counted in integers, so the order of atomic additions does not show. Read next:
+`ops/routing.py`.
 """
 
 import tilelang.language as T
