@@ -18,6 +18,21 @@ MOST_THREADS = 128
 
 
 @T.macro
+def _add_up(sums, in_warp):
+    """Add each of the three sums up over the block's threads."""
+    thread = T.get_thread_binding()
+    for s in T.unroll(3):
+        sums[s] = T.warp_reduce_sum(sums[s])
+        if thread % WARP == 0:
+            in_warp[s, thread // WARP] = sums[s]
+    T.sync_threads()
+    for s in T.unroll(3):
+        sums[s] = 0.0
+        for w in T.unroll(in_warp.shape[1]):
+            sums[s] = sums[s] + in_warp[s, w]
+
+
+@T.macro
 def _gate(sums, width: int, gate):
     """Set gate[0] from a stream's three sums: dot, squares of the stream, squares of the key."""
     root = T.alloc_var("float32")
@@ -73,15 +88,7 @@ def engram_add_program(streams_of_token: int, width: int, has_gaps: bool):
                         sums[0] = sums[0] + weighted * b
                         sums[1] = sums[1] + a * a
                         sums[2] = sums[2] + b * b
-            for s in T.unroll(3):
-                sums[s] = T.warp_reduce_sum(sums[s])
-                if thread % WARP == 0:
-                    in_warp[s, thread // WARP] = sums[s]
-            T.sync_threads()
-            for s in T.unroll(3):
-                sums[s] = 0.0
-                for w in T.unroll(warps):
-                    sums[s] = sums[s] + in_warp[s, w]
+            _add_up(sums, in_warp)
             _gate(sums, width, gate)
             if has_gaps:
                 gate[0] = T.if_then_else(is_open[token] == 0, T.float32(0.0), gate[0])

@@ -76,6 +76,27 @@ def _mix(z):
     z[0] = z[0] ^ (z[0] >> T.uint64(31))
 
 
+@T.macro
+def _best_score(seed, position, first, tempered, value, token):
+    """Set value[0] and token[0] to a thread's best sum of a tempered logit and Gumbel noise."""
+    thread = T.get_thread_binding()
+    bits, key = T.alloc_local((1,), "uint64"), T.alloc_local((1,), "uint64")
+    noise = T.alloc_var("float64")
+    key[0] = T.reinterpret(position, "uint64") * T.uint64(gumbel.NUM_CASES)
+    key[0] = key[0] + T.uint64(gumbel.FRESH)
+    key[0] = key[0] * T.reinterpret(T.int64(gumbel.GOLDEN_RATIO), "uint64")
+    key[0] = key[0] ^ T.reinterpret(seed, "uint64")
+    _mix(key)
+    for i in T.unroll(PER_THREAD):
+        bits[0] = key[0] + T.cast(first + i * THREADS + thread, "uint64")
+        _mix(bits)
+        noise = (T.cast(bits[0] >> T.uint64(11), "float64") + 0.5) * 2.0**-53
+        noise = tempered[i] - T.log(-T.log(noise))
+        if noise > value[0]:
+            value[0] = noise
+            token[0] = first + i * THREADS + thread
+
+
 def best_logit_program(vocab: int, eos_id: int):
     """Find the highest logit of each chunk, and the lowest token that has it."""
     rows, num_chunks = T.dynamic("rows"), -(-vocab // CHUNK)
@@ -133,9 +154,8 @@ def scores_program(vocab: int, eos_id: int):
             x = T.alloc_local((PER_THREAD,), "float32")
             tempered = T.alloc_local((PER_THREAD,), "float64")
             value, token = T.alloc_local((1,), "float64"), T.alloc_local((1,), "int32")
-            bits, key = T.alloc_local((1,), "uint64"), T.alloc_local((1,), "uint64")
             own, top = T.alloc_var("int64"), T.alloc_var("float32")
-            factor, noise = T.alloc_var("float64"), T.alloc_var("float64")
+            factor = T.alloc_var("float64")
             values = T.alloc_shared((WARPS,), "float64")
             tokens = T.alloc_shared((WARPS,), "int32")
             masses = T.alloc_shared((WARPS,), "int64")
@@ -157,19 +177,7 @@ def scores_program(vocab: int, eos_id: int):
             value[0] = -T.infinity("float64")
             token[0] = NOBODY
             if is_greedy[row] == 0:
-                key[0] = T.reinterpret(positions[row], "uint64") * T.uint64(gumbel.NUM_CASES)
-                key[0] = key[0] + T.uint64(gumbel.FRESH)
-                key[0] = key[0] * T.reinterpret(T.int64(gumbel.GOLDEN_RATIO), "uint64")
-                key[0] = key[0] ^ T.reinterpret(seeds[row], "uint64")
-                _mix(key)
-                for i in T.unroll(PER_THREAD):
-                    bits[0] = key[0] + T.cast(chunk * CHUNK + i * THREADS + thread, "uint64")
-                    _mix(bits)
-                    noise = (T.cast(bits[0] >> T.uint64(11), "float64") + 0.5) * 2.0**-53
-                    noise = tempered[i] - T.log(-T.log(noise))
-                    if noise > value[0]:
-                        value[0] = noise
-                        token[0] = chunk * CHUNK + i * THREADS + thread
+                _best_score(seeds[row], positions[row], chunk * CHUNK, tempered, value, token)
             _best_of_block(value, token, values, tokens, "float64")
             if thread == 0:
                 own = T.int64(0)
