@@ -66,20 +66,25 @@ class SamplingRows:
         top_p = [1.0 if cold else p.top_p for p, cold in zip(params, is_cold, strict=True)]
         top_k = [NO_TOP_K if cold else p.top_k for p, cold in zip(params, is_cold, strict=True)]
 
-        def column(values: Sequence[int | float | bool], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype).to(device)
-
+        ints: list[list[int]] = [
+            [signed(p.seed) for p in params],
+            [draw.position for draw in draws],
+            [MOST_RANKS if k == NO_TOP_K else k for k in top_k],
+            [d.params.golden_token(d.output_index) for d in draws],
+            [p.temperature == 0 for p in params],
+            [d.params.first_n_token_no_eos > d.output_index for d in draws],
+        ]
+        floats: list[list[float]] = [[max(p.temperature, COLDEST) for p in params], top_p]
+        columns = _columns(ints, floats, torch.device(device))
         return cls(
-            seeds=column([signed(p.seed) for p in params], torch.int64),
-            positions=column([draw.position for draw in draws], torch.int64),
-            temperature=column([max(p.temperature, COLDEST) for p in params], torch.float64),
-            top_p=column(top_p, torch.float64),
-            top_k=column([MOST_RANKS if k == NO_TOP_K else k for k in top_k], torch.int64),
-            golden_ids=column([d.params.golden_token(d.output_index) for d in draws], torch.int64),
-            is_greedy=column([p.temperature == 0 for p in params], torch.bool),
-            bans_eos=column(
-                [d.params.first_n_token_no_eos > d.output_index for d in draws], torch.bool
-            ),
+            seeds=columns[0],
+            positions=columns[1],
+            top_k=columns[2],
+            golden_ids=columns[3],
+            is_greedy=columns[4] != 0,
+            bans_eos=columns[5] != 0,
+            temperature=columns[6].view(torch.float64),
+            top_p=columns[7].view(torch.float64),
             has_filters=any(p < 1.0 for p in top_p) or any(k != NO_TOP_K for k in top_k),
             has_noise=any(p.temperature != 0 for p in params),
             num_top=max((p.top_logprobs for p in params), default=0),
@@ -94,6 +99,15 @@ class SamplingRows:
         return replace(self, **cut)
 
 
+def _columns(ints: list[list[int]], floats: list[list[float]], device: torch.device) -> Tensor:
+    """Return int64 [columns, n], floats by their bits; a GPU gets them in one copy, unawaited."""
+    bits = torch.tensor(floats, dtype=torch.float64).view(torch.int64)
+    columns = torch.cat([torch.tensor(ints, dtype=torch.int64), bits])
+    if device.type == "cuda":
+        return columns.pin_memory().to(device, non_blocking=True)
+    return columns.to(device)
+
+
 class Sampled(NamedTuple):
     """token_ids int64 [n], their logprobs float32 [n], and the best alternatives.
 
@@ -105,6 +119,13 @@ class Sampled(NamedTuple):
     logprobs: Tensor
     top_ids: Tensor
     top_logprobs: Tensor
+
+
+class Bans(NamedTuple):
+    """Tokens never drawn: is_banned bool [vocab_size], and EOS in rows that ban it."""
+
+    is_banned: Tensor
+    eos_token_id: int
 
 
 class Sampler:
@@ -121,43 +142,62 @@ class Sampler:
         if len(banned) >= vocab_size:
             raise ConfigError("blacklist", tuple(blacklist), "must leave a token besides EOS")
         self.vocab_size = vocab_size
-        self.eos_token_id = eos_token_id
-        self.blacklist = torch.tensor(sorted(set(blacklist)), dtype=torch.int64).to(device)
+        is_banned = torch.zeros(vocab_size, dtype=torch.bool)
+        is_banned[sorted(set(blacklist))] = True
+        self.bans = Bans(is_banned.to(device), eos_token_id)
 
     @torch.inference_mode()
     def __call__(self, logits: Tensor, rows: SamplingRows) -> Sampled:
         """Sample logits float32 [n, vocab_size], one draw a row; logits are left as they are."""
         count = rows.seeds.shape[0]
         assert logits.shape == (count, self.vocab_size), f"{count} draws, logits {logits.shape}"
-        parts = [
-            self._sample(logits[i : i + ROWS_AT_ONCE], rows.part(i, i + ROWS_AT_ONCE))
-            for i in range(0, max(count, 1), ROWS_AT_ONCE)
-        ]
-        return Sampled(*map(torch.cat, zip(*parts, strict=True)))
+        return sample(logits, rows, self.bans)
 
-    def _sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
-        allowed = self._ban(logits, rows)
-        logprobs = filtered_logprobs(allowed, rows)
-        token_ids = allowed.argmax(dim=1)
-        if rows.has_noise:
-            noise = gumbel_noise(rows.seeds, rows.positions, FRESH, self.vocab_size)
-            scores = (logprobs + noise).masked_fill(logprobs == -torch.inf, -torch.inf)
-            token_ids = torch.where(rows.is_greedy, token_ids, scores.argmax(dim=1))
-        token_ids = torch.where(rows.golden_ids == NO_GOLDEN, token_ids, rows.golden_ids)
-        top_ids = token_ids.new_empty((len(token_ids), 0))
-        if rows.num_top:
-            order = torch.sort(logprobs, dim=1, descending=True, stable=True).indices
-            top_ids = order[:, : rows.num_top]
-        reported = logprobs.clamp(min=FILTERED_LOGPROB).to(torch.float32)
-        drawn = reported.gather(1, token_ids.unsqueeze(1)).squeeze(1)
-        return Sampled(token_ids, drawn, top_ids, reported.gather(1, top_ids))
 
-    def _ban(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        allowed = logits.clone()
-        allowed[:, self.blacklist] = -torch.inf
-        eos = allowed[:, self.eos_token_id]
-        allowed[:, self.eos_token_id] = eos.masked_fill(rows.bans_eos, -torch.inf)
-        return allowed
+def sample_ref(logits: Tensor, rows: SamplingRows, bans: Bans) -> Sampled:
+    parts = [
+        _sample(logits[i : i + ROWS_AT_ONCE], rows.part(i, i + ROWS_AT_ONCE), bans)
+        for i in range(0, max(logits.shape[0], 1), ROWS_AT_ONCE)
+    ]
+    return Sampled(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def sample(logits: Tensor, rows: SamplingRows, bans: Bans) -> Sampled:
+    """Draw a token for each row of float32 logits; nothing waits for the device.
+
+    The kernel serves rows without filters and alternatives; others run on the reference.
+    """
+    is_plain = not rows.has_filters and not rows.num_top
+    run = select(
+        logits, ref=sample_ref, kernel="sampler.sample_plain" if is_plain else None,
+        dtypes=(torch.float32,),
+    )  # fmt: skip
+    return run(logits, rows, bans)
+
+
+def _sample(logits: Tensor, rows: SamplingRows, bans: Bans) -> Sampled:
+    allowed = _ban(logits, rows, bans)
+    logprobs = filtered_logprobs(allowed, rows)
+    token_ids = allowed.argmax(dim=1)
+    if rows.has_noise:
+        noise = gumbel_noise(rows.seeds, rows.positions, FRESH, logits.shape[1])
+        scores = (logprobs + noise).masked_fill(logprobs == -torch.inf, -torch.inf)
+        token_ids = torch.where(rows.is_greedy, token_ids, scores.argmax(dim=1))
+    token_ids = torch.where(rows.golden_ids == NO_GOLDEN, token_ids, rows.golden_ids)
+    top_ids = token_ids.new_empty((len(token_ids), 0))
+    if rows.num_top:
+        order = torch.sort(logprobs, dim=1, descending=True, stable=True).indices
+        top_ids = order[:, : rows.num_top]
+    reported = logprobs.clamp(min=FILTERED_LOGPROB).to(torch.float32)
+    drawn = reported.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+    return Sampled(token_ids, drawn, top_ids, reported.gather(1, top_ids))
+
+
+def _ban(logits: Tensor, rows: SamplingRows, bans: Bans) -> Tensor:
+    allowed = logits.masked_fill(bans.is_banned, -torch.inf)
+    eos = allowed[:, bans.eos_token_id]
+    allowed[:, bans.eos_token_id] = eos.masked_fill(rows.bans_eos, -torch.inf)
+    return allowed
 
 
 def filtered_logprobs_ref(logits: Tensor, rows: SamplingRows) -> Tensor:
