@@ -68,7 +68,9 @@ class Replay:
         streams, read, a_in = given("h_in"), given("pre_mix_in"), given("attn.in")
         config, rows = self.model.config, self.golden["rows"].long()
         found["attn.in"] = layer.attn_norm(hc_read(streams, read))
-        found["hc_attn.raw"] = hc_mixes(streams, layer.hc_attn.projection.weight, config.rms_norm_eps)
+        found["hc_attn.raw"] = hc_mixes(
+            streams, layer.hc_attn.projection.weight, config.rms_norm_eps
+        )
         c = layer.hc_attn(streams)
         found |= {"hc_attn.pre": c.read, "hc_attn.post": c.write, "hc_attn.comb": c.mix}
         self.entries(layer, a_in, ctx, found)

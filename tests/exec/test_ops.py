@@ -54,7 +54,9 @@ def test_attention_reads_entries_from_their_pool():
     window_rows = torch.arange(64).expand(3, -1)
     everything = torch.cat((keys, keys))
     both = torch.cat((window_rows, window_rows + 64), dim=1)
-    split = sparse_attention(q, pool_of(keys), window_rows, sink, entries=pool, entry_rows=window_rows)
+    split = sparse_attention(
+        q, pool_of(keys), window_rows, sink, entries=pool, entry_rows=window_rows
+    )
     assert torch.equal(split, sparse_attention(q, pool_of(everything), both, sink))
 
 
