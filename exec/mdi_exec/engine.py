@@ -11,13 +11,12 @@ import random
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from mdi_exec.errors import EngineStoppedError
 from mdi_exec.recording import Recording
 from mdi_exec.request_state import RequestOutput, RequestState
-from mdi_exec.runner import ModelRunner, StepTokens
+from mdi_exec.runner import ModelRunner, Pending, StepTokens
 from mdi_exec.sampling import SamplingParams
 from mdi_exec.tokenizer import Tokenizer
 from mdi_shared.errors import ConfigError
@@ -44,7 +43,7 @@ class _InFlight:
 
     plan: StepPlan
     requests: list[RequestState]
-    future: "Future[StepTokens]"
+    pending: Pending
     tokens: StepTokens | None = None
     awaited_ns: int = 0
 
@@ -237,8 +236,8 @@ class LLMEngine:
     def _launch(self, plan: StepPlan) -> int:
         planned_ns = self.now_ns()
         requests = [self._by_seq[seq_id] for seq_id in plan.seq_ids]
-        future, handed_ns = self.runner.launch(plan, requests)
-        self._flights.append(_InFlight(plan, requests, future))
+        pending, handed_ns = self.runner.launch(plan, requests)
+        self._flights.append(_InFlight(plan, requests, pending))
         if self.recording is not None:
             launched_ns = handed_ns - self._start_ns
             self.recording.launched(plan, self._poll_ns, planned_ns, launched_ns)
@@ -246,7 +245,7 @@ class LLMEngine:
 
     def _await_step(self) -> StepResult:
         flight = next(flight for flight in self._flights if flight.tokens is None)
-        flight.tokens = flight.future.result()
+        flight.tokens = flight.pending.result()
         flight.awaited_ns = self.now_ns()
         drawn: list[tuple[int, ...]] = [(token,) for token in flight.tokens.token_ids]
         return StepResult((*drawn, ()) if flight.plan.is_partial else tuple(drawn))
