@@ -117,14 +117,12 @@ class DecodeGraphs:
 
         kept = program.last_tokens.clone()
         program.sample(forward(), tensors, CAPTURED_NEEDS)
-        program.last_tokens.copy_(kept)
-        torch.cuda.synchronize(device)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         model_graph, forwarded = _record(forward, self._pool)
+        self._pool = model_graph.pool()
         sampling_graph, results = _record(
             lambda: program.sample(forwarded, tensors, CAPTURED_NEEDS), self._pool
         )
+        program.last_tokens.copy_(kept)
         return DecodeGraph(
             packing, buffer, tensors, model_graph, forwarded, sampling_graph, results
         )

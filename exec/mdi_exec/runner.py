@@ -65,11 +65,12 @@ class Pending(Protocol):
 class _Flight:
     """A step whose work is with the device. `tops` are alternatives, on the host when it is done.
 
-    Marks stand before the model, behind it, and behind the copy of the results.
+    Marks stand before the model, behind it, and behind the copy of the results. `batch` is None
+    behind a graph, whose memory belongs to the next step by now.
     """
 
     inputs: StepInputs
-    batch: Batch
+    batch: Batch | None
     packed: Tensor
     tops: tuple[Tensor, Tensor]
     marks: tuple[Mark, Mark, Mark]
@@ -194,7 +195,8 @@ class ModelRunner:
             results = self._program.sample(forwarded, tensors, inputs.needs)
         packed, tops = self._to_host(results)
         marks = (begin, middle, self._clock.mark())
-        return _Flight(inputs, forwarded.batch, packed, tops, marks, handed_ns)
+        batch = None if inputs.graph_size else forwarded.batch
+        return _Flight(inputs, batch, packed, tops, marks, handed_ns)
 
     def _show_logits(self, inputs: StepInputs, forwarded: Forwarded) -> None:
         if self.on_logits is not None:
@@ -242,8 +244,18 @@ class ModelRunner:
     def _fail(self, flight: _Flight, row: int) -> None:
         """Raise for a request whose logits hold NaN or infinity, with the part at fault."""
         with self._on_device():
-            part = self.model.first_broken_part(flight.batch, self._program.cache)
+            batch = flight.batch or self._batch_again(flight.inputs)
+            part = self.model.first_broken_part(batch, self._program.cache)
         raise NumericsError(flight.inputs.requests[row].req_id, part)
+
+    def _batch_again(self, inputs: StepInputs) -> Batch:
+        """Lay a graph's decode step out anew, with the tokens that have arrived since."""
+        ids = inputs.host.arrays["token_ids"].copy()
+        for row, (request, draw) in enumerate(zip(inputs.requests, inputs.draws, strict=False)):
+            if draw.position <= len(request.tokens):
+                ids[row] = request.tokens[draw.position - 1]
+        arrays = {**inputs.host.arrays, "token_ids": ids}
+        return Batch.place(inputs.host, self._staging.upload(arrays))
 
 
 def _logprobs(
