@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from mdi_exec.errors import EngineStoppedError
-from mdi_exec.recording import Recording
+from mdi_exec.recording import NO_ARRIVAL, LaunchTimes, Recording
 from mdi_exec.request_state import RequestOutput, RequestState
 from mdi_exec.runner import ModelRunner, Pending, StepTokens
 from mdi_exec.sampling import SamplingParams
@@ -51,7 +51,7 @@ class _InFlight:
 class LLMEngine:
     """Serves requests as they come. Not thread-safe but for `add_request` and `abort_request`.
 
-    `recording`, when given, receives every step; it costs a few integers each.
+    `recording`, when given, receives every step; it costs a few numbers each.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class LLMEngine:
         self._stopped: str | None = None  # why, once it has
         self._start_ns = time.monotonic_ns()
         self._poll_ns = 0
+        self._ingress_ns = NO_ARRIVAL  # how long the newest request waited for that poll
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -214,6 +215,8 @@ class LLMEngine:
             arrived, self._inbox = self._inbox, []
             aborts, self._aborts = self._aborts, []
             self._poll_ns = self.now_ns()  # under the lock: who arrived before it is in `arrived`
+        if arrived:
+            self._ingress_ns = self._poll_ns - max(state.arrival_ns for state in arrived)
         for state in arrived:
             self._by_seq[self._num_submitted] = state
             self._num_submitted += 1
@@ -239,8 +242,10 @@ class LLMEngine:
         pending, handed_ns = self.runner.launch(plan, requests)
         self._flights.append(_InFlight(plan, requests, pending))
         if self.recording is not None:
-            launched_ns = handed_ns - self._start_ns
-            self.recording.launched(plan, self._poll_ns, planned_ns, launched_ns)
+            times = LaunchTimes(self._poll_ns, planned_ns, handed_ns - self._start_ns,
+                                self.now_ns(), self._ingress_ns)  # fmt: skip
+            self.recording.launched(plan, times)
+            self._ingress_ns = NO_ARRIVAL
         return 1
 
     def _await_step(self) -> StepResult:
@@ -256,9 +261,9 @@ class LLMEngine:
             self._keep(flight, report.outcome)
             if self.recording is not None:
                 assert flight.tokens is not None, "a reported step has been awaited"
-                start = flight.tokens.start_ns - self._start_ns
-                end = flight.tokens.end_ns - self._start_ns
-                self.recording.landed(start, end, flight.awaited_ns, self.now_ns())
+                self.recording.landed(
+                    flight.tokens, self._start_ns, flight.awaited_ns, self.now_ns()
+                )
         for ending in report.ended:
             self._finish(ending, ())
         if self.recording is not None:
