@@ -71,24 +71,25 @@ def gather_inputs(
     items, token_ids, sources = [], [], []
     sampled: list[RequestState] = []
     draws: list[Draw] = []
-    for index, (item, request) in enumerate(zip(plan.items, requests, strict=True)):
-        table = request.block_table
-        del table[item.num_blocks - len(item.new_blocks) :]
-        table += item.new_blocks
-        known = request.tokens[item.k - item.q : item.k]
-        if len(known) < item.q:
+    num_sampled = len(requests) - plan.is_partial
+    full_lens = plan.full_lens if plan.is_prefill else plan.ks
+    columns = zip(plan.seq_ids, plan.qs, plan.ks, plan.slots, full_lens, requests, strict=True)
+    for index, (seq_id, q, k, slot, full_len, request) in enumerate(columns):
+        table = _updated_table(request, plan.num_blocks[index], plan.new_blocks[index])
+        known = request.tokens[k - q : k]
+        if len(known) < q:
             assert not plan.is_prefill, f"{request.req_id!r}: a prompt token is missing"
-            sources.append(sample_of[item.seq_id])
+            sources.append(sample_of[seq_id])
             known = [0]
         else:
-            sources += [GIVEN] * item.q
+            sources += [GIVEN] * q
         token_ids += known
-        full_len = plan.full_lens[index] if plan.is_prefill else item.k
-        items.append(BatchItem(item.q, item.k, item.slot, table, int(item.is_last_chunk), full_len))
-        if item.is_last_chunk:
+        is_sampled = index < num_sampled
+        items.append(BatchItem(q, k, slot, table, int(is_sampled), full_len))
+        if is_sampled:
             sampled.append(request)
             # k is also the index of the token being generated (engine-semantics §5.2).
-            draws.append(Draw(request.params, item.k, item.k - request.prompt_len))
+            draws.append(Draw(request.params, k, k - request.prompt_len))
     padding = shape.size - len(items) if shape is not None else 0
     host = HostBatch.lay_out(
         items + [_PLACEHOLDER] * padding,
@@ -101,6 +102,15 @@ def gather_inputs(
         host, sources + [GIVEN] * padding, sampled,
         draws + [Draw(_NOTHING_ASKED, 0, 0)] * padding, shape.size if shape is not None else 0,
     )  # fmt: skip
+
+
+def _updated_table(request: RequestState, num_blocks: int, new_blocks: Sequence[int]) -> list[int]:
+    """Bring a request's block table up to a plan and return it (see `StepPlan`)."""
+    table = request.block_table
+    if new_blocks or len(table) != num_blocks:
+        del table[num_blocks - len(new_blocks) :]
+        table += new_blocks
+    return table
 
 
 def _inputs(

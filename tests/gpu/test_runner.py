@@ -62,7 +62,8 @@ def plain():
 
 def forbid_waiting(llm):
     """Serve once, so that everything is compiled and allocated; then make waiting an error."""
-    llm.generate(PROMPTS, PARAMS)
+    for params in (PARAMS, MIXED):
+        llm.generate(PROMPTS, params)
     launch = llm.engine.runner.launch
 
     def strict(plan, requests):

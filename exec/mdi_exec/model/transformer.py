@@ -124,7 +124,7 @@ class Transformer:
         tables elsewhere: both read from the device on the way.
         """
         tables = [engram.table.codes.device for engram in self.engrams.values()]
-        is_here = all(device == self.device for device in tables)
+        is_here = all(device == self.embed.device for device in tables)
         return self.device.type == "cuda" and self.numerics is Numerics.QUANTISED and is_here
 
     @torch.inference_mode()
