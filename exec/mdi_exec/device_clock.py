@@ -51,6 +51,7 @@ class CudaClock:
         self._anchor = self.mark()
         self._anchor.synchronize()
         self._anchor_ns = time.monotonic_ns()
+        self._newer: tuple[torch.cuda.Event, int] | None = None
 
     def mark(self) -> "torch.cuda.Event":
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -58,13 +59,16 @@ class CudaClock:
         return event
 
     def wait(self, mark: "torch.cuda.Event") -> None:
+        if self._newer is not None:
+            self._anchor, self._anchor_ns = self._newer
+            self._newer = None
         was_early = not mark.query()  # type: ignore[no-untyped-call]
         mark.synchronize()
         now_ns = time.monotonic_ns()
         if now_ns - self._anchor_ns > RENEW_NS:
             # A mark that had passed before says nothing about now; it is only a nearer anchor.
             at_ns = now_ns if was_early else self.nanoseconds(mark)
-            self._anchor, self._anchor_ns = mark, at_ns
+            self._newer = (mark, at_ns)  # from the next step on: this one's other marks are older
 
     def nanoseconds(self, mark: "torch.cuda.Event") -> int:
         since_ms: float = self._anchor.elapsed_time(mark)

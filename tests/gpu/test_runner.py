@@ -22,7 +22,7 @@ from tests.exec.engines import CHECKPOINT, SMALL
 from tests.exec.test_engine_golden import ALL_STEPS, FEW_STEPS, LENGTHS, WAYS, Run
 from tests.gpu.marks import gpu
 
-pytestmark = gpu
+pytestmark = [gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
 
 GOLDEN = CHECKPOINT.parent
 FOLDERS = {Numerics.QUANTISED: "logits", Numerics.FLOAT32: "logits_f32"}
