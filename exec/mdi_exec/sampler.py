@@ -17,7 +17,7 @@ from torch import Tensor
 from mdi_exec.ops.backend import select
 from mdi_exec.ops.gumbel import FRESH, gumbel_noise, signed
 from mdi_exec.sampling import NO_GOLDEN, SamplingParams
-from mdi_exec.staging import Array
+from mdi_exec.staging import Array, Staging
 from mdi_shared.errors import ConfigError
 
 COLDEST = 1e-5  # a temperature below counts as this one, without filters (§5.1, step 4)
@@ -80,10 +80,8 @@ class SamplingRows:
 
     @classmethod
     def of(cls, draws: Sequence[Draw], device: torch.device | str = "cpu") -> "SamplingRows":
-        """Build from one draw per row of logits, in order."""
-        columns = cls.columns(draws)
-        tensors = {name: torch.from_numpy(c).to(device) for name, c in columns.items()}
-        return cls.place(tensors, SamplingNeeds.of(draws))
+        """Build from one draw per row of logits, in order; nothing waits for the device."""
+        return cls.place(Staging(device).upload(cls.columns(draws)), SamplingNeeds.of(draws))
 
     @staticmethod
     def columns(draws: Sequence[Draw]) -> dict[str, Array]:
@@ -133,6 +131,13 @@ class Sampled(NamedTuple):
     top_logprobs: Tensor
 
 
+class Bans(NamedTuple):
+    """Tokens never drawn: is_banned bool [vocab_size], and EOS in rows that ban it."""
+
+    is_banned: Tensor
+    eos_token_id: int
+
+
 class Sampler:
     """Samples rows of logits; `blacklist` token ids are never chosen (golden tokens excepted)."""
 
@@ -147,43 +152,62 @@ class Sampler:
         if len(banned) >= vocab_size:
             raise ConfigError("blacklist", tuple(blacklist), "must leave a token besides EOS")
         self.vocab_size = vocab_size
-        self.eos_token_id = eos_token_id
-        self.blacklist = torch.tensor(sorted(set(blacklist)), dtype=torch.int64).to(device)
+        is_banned = torch.zeros(vocab_size, dtype=torch.bool)
+        is_banned[sorted(set(blacklist))] = True
+        self.bans = Bans(is_banned.to(device), eos_token_id)
 
     @torch.inference_mode()
     def __call__(self, logits: Tensor, rows: SamplingRows) -> Sampled:
         """Sample logits float32 [n, vocab_size], one draw a row; logits are left as they are."""
         count = rows.seeds.shape[0]
         assert logits.shape == (count, self.vocab_size), f"{count} draws, logits {logits.shape}"
-        parts = [
-            self._sample(logits[i : i + ROWS_AT_ONCE], rows.part(i, i + ROWS_AT_ONCE))
-            for i in range(0, max(count, 1), ROWS_AT_ONCE)
-        ]
-        return Sampled(*map(torch.cat, zip(*parts, strict=True)))
+        return sample(logits, rows, self.bans)
 
-    def _sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
-        allowed = self._ban(logits, rows)
-        logprobs = filtered_logprobs(allowed, rows)
-        token_ids = allowed.argmax(dim=1)
-        if rows.has_noise:
-            noise = gumbel_noise(rows.seeds, rows.positions, FRESH, self.vocab_size)
-            scores = (logprobs + noise).masked_fill(logprobs == -torch.inf, -torch.inf)
-            token_ids = torch.where(rows.is_greedy, token_ids, scores.argmax(dim=1))
-        token_ids = torch.where(rows.golden_ids == NO_GOLDEN, token_ids, rows.golden_ids)
-        top_ids = token_ids.new_empty((len(token_ids), 0))
-        if rows.num_top:
-            order = torch.sort(logprobs, dim=1, descending=True, stable=True).indices
-            top_ids = order[:, : rows.num_top]
-        reported = logprobs.clamp(min=FILTERED_LOGPROB).to(torch.float32)
-        drawn = reported.gather(1, token_ids.unsqueeze(1)).squeeze(1)
-        return Sampled(token_ids, drawn, top_ids, reported.gather(1, top_ids))
 
-    def _ban(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        allowed = logits.clone()
-        allowed[:, self.blacklist] = -torch.inf
-        eos = allowed[:, self.eos_token_id]
-        allowed[:, self.eos_token_id] = eos.masked_fill(rows.bans_eos, -torch.inf)
-        return allowed
+def sample_ref(logits: Tensor, rows: SamplingRows, bans: Bans) -> Sampled:
+    parts = [
+        _sample(logits[i : i + ROWS_AT_ONCE], rows.part(i, i + ROWS_AT_ONCE), bans)
+        for i in range(0, max(logits.shape[0], 1), ROWS_AT_ONCE)
+    ]
+    return Sampled(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def sample(logits: Tensor, rows: SamplingRows, bans: Bans) -> Sampled:
+    """Draw a token for each row of float32 logits; nothing waits for the device.
+
+    The kernel serves rows without filters and alternatives; others run on the reference.
+    """
+    is_plain = not rows.has_filters and not rows.num_top
+    run = select(
+        logits, ref=sample_ref, kernel="sampler.sample_plain" if is_plain else None,
+        dtypes=(torch.float32,),
+    )  # fmt: skip
+    return run(logits, rows, bans)
+
+
+def _sample(logits: Tensor, rows: SamplingRows, bans: Bans) -> Sampled:
+    allowed = _ban(logits, rows, bans)
+    logprobs = filtered_logprobs(allowed, rows)
+    token_ids = allowed.argmax(dim=1)
+    if rows.has_noise:
+        noise = gumbel_noise(rows.seeds, rows.positions, FRESH, logits.shape[1])
+        scores = (logprobs + noise).masked_fill(logprobs == -torch.inf, -torch.inf)
+        token_ids = torch.where(rows.is_greedy, token_ids, scores.argmax(dim=1))
+    token_ids = torch.where(rows.golden_ids == NO_GOLDEN, token_ids, rows.golden_ids)
+    top_ids = token_ids.new_empty((len(token_ids), 0))
+    if rows.num_top:
+        order = torch.sort(logprobs, dim=1, descending=True, stable=True).indices
+        top_ids = order[:, : rows.num_top]
+    reported = logprobs.clamp(min=FILTERED_LOGPROB).to(torch.float32)
+    drawn = reported.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+    return Sampled(token_ids, drawn, top_ids, reported.gather(1, top_ids))
+
+
+def _ban(logits: Tensor, rows: SamplingRows, bans: Bans) -> Tensor:
+    allowed = logits.masked_fill(bans.is_banned, -torch.inf)
+    eos = allowed[:, bans.eos_token_id]
+    allowed[:, bans.eos_token_id] = eos.masked_fill(rows.bans_eos, -torch.inf)
+    return allowed
 
 
 def filtered_logprobs_ref(logits: Tensor, rows: SamplingRows) -> Tensor:

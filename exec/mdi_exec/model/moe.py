@@ -3,27 +3,18 @@
 Sums run in expert order, per token, so the result does not depend on who else is in the batch.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from mdi_exec.model.config import LayerPlan, ModelConfig
 from mdi_exec.model.linear import Linear, QLinear
+from mdi_exec.model.step_context import StepContext
 from mdi_exec.model.weights import Weights
-from mdi_exec.ops.elementwise import everywhere
-from mdi_exec.ops.expert_gemm import expert_gemm
-from mdi_exec.ops.quantise import Quantised, quantise_activation
+from mdi_exec.ops.expert_gemm import expert_gemm, tile_rows
+from mdi_exec.ops.gemm import quantised_gemm
+from mdi_exec.ops.quantise import Quantised
+from mdi_exec.ops.routing import RowGroups, combine, group_rows, route
 from mdi_exec.ops.swiglu import swiglu_quantise
-
-WEIGHT_EPS = 1e-20
-
-
-class Routing(NamedTuple):
-    """Chosen experts int64 [T, k], ascending, and their float32 weights [T, k]."""
-
-    experts: Tensor
-    weights: Tensor
 
 
 class Router:
@@ -36,21 +27,15 @@ class Router:
         self.k = k
         self.scale = config.routed_scaling_factor
 
-    def scores(self, f_in: Tensor) -> Tensor:
-        """Return float32 scores [T, E]."""
-        return everywhere(torch.nn.functional.softplus, self.gate.float32(f_in)).sqrt()
+    def __call__(self, f_in: Tensor, is_image: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Route f_in [T, D]: experts int32 [T, k], ascending, and float32 weights [T, k].
 
-    def __call__(self, f_in: Tensor, is_image: Tensor | None) -> Routing:
-        """Route f_in [T, D]; is_image bool [T] or None picks the bias."""
-        scores = self.scores(f_in)
-        biased = scores + self.bias
+        is_image bool [T] picks the bias; None means text only.
+        """
+        bias = self.bias
         if is_image is not None:
-            biased = torch.where(is_image.unsqueeze(1), scores + self.image_bias, biased)
-        chosen = torch.sort(biased, dim=1, descending=True, stable=True).indices[:, : self.k]
-        weights = scores.gather(1, chosen)
-        weights = weights / (weights.sum(dim=1, keepdim=True) + WEIGHT_EPS) * self.scale
-        experts, order = chosen.sort(dim=1)
-        return Routing(experts, weights.gather(1, order))
+            bias = torch.where(is_image.unsqueeze(1), self.image_bias, self.bias)
+        return route(self.gate.float32(f_in), bias, self.k, self.scale)
 
 
 class Moe:
@@ -63,38 +48,28 @@ class Moe:
         width, inner = config.hidden_size, config.moe_intermediate_size
         self.limit = config.swiglu_limit
         self.router = Router(config, weights, self.num_experts, k)
-        experts = weights.sub("experts")
-        self.w1 = experts.fp4_experts("w1", self.num_experts, inner, width)
-        self.w3 = experts.fp4_experts("w3", self.num_experts, inner, width)
-        self.w2 = experts.fp4_experts("w2", self.num_experts, width, inner)
-        shared = weights.sub("shared_experts")
-        self.shared_w1 = QLinear(shared, "w1", inner, width)
-        self.shared_w3 = QLinear(shared, "w3", inner, width)
+        experts, shared = weights.sub("experts"), weights.sub("shared_experts")
+        self.w13 = experts.fp4_experts(("w1", "w3"), self.num_experts, inner, width)
+        self.w2 = experts.fp4_experts(("w2",), self.num_experts, width, inner)
+        self.shared_w13 = shared.fp8_stack(("w1", "w3"), inner, width)
         self.shared_w2 = QLinear(shared, "w2", width, inner)
 
-    def __call__(self, f_in: Tensor, is_image: Tensor | None = None) -> Tensor:
-        """Return the sublayer's output [T, D] for its normed input f_in [T, D]."""
-        x = quantise_activation(f_in)
-        routed = self._routed(x, self.router(f_in, is_image))
-        total = torch.zeros(f_in.shape, dtype=torch.float32, device=f_in.device)
-        for slot in range(routed.shape[1]):
-            total = total + routed[:, slot].to(torch.float32)
-        hidden = swiglu_quantise(self.shared_w1(x), self.shared_w3(x), self.limit)
-        return (total + self.shared_w2(hidden).to(torch.float32)).to(f_in.dtype)
+    def __call__(self, f_in: Tensor, x: Quantised | Tensor, ctx: StepContext) -> Tensor:
+        """Return the sublayer's output [T, D] for its normed input f_in [T, D]; x is f_in rounded."""
+        experts, weights = self.router(f_in, ctx.batch.is_image)
+        tile = tile_rows(experts.numel(), self.num_experts)
+        groups = group_rows(experts, self.num_experts, tile)
+        ctx.note_expert_counts(groups.counts)
+        routed = self._routed(x, groups, tile, weights)
+        hidden = swiglu_quantise(*quantised_gemm(x, self.shared_w13).chunk(2, dim=1), self.limit)
+        return combine(routed, groups.position, self.shared_w2(hidden))
 
-    def _routed(self, x: Quantised | Tensor, routing: Routing) -> Tensor:
-        """Return each chosen expert's output [T, k, D], in expert order."""
-        num_tokens, k = routing.experts.shape
-        flat = routing.experts.flatten()
-        order = torch.argsort(flat, stable=True)
-        counts = torch.bincount(flat, minlength=self.num_experts)
-        token = order // k
+    def _routed(
+        self, x: Quantised | Tensor, groups: RowGroups, tile: int, weights: Tensor
+    ) -> Tensor:
+        """Return the chosen experts' outputs [T * k, D], sorted by expert."""
+        token = groups.order // weights.shape[1]
         rows = x.rows(token) if isinstance(x, Quantised) else x[token]
-        hidden = swiglu_quantise(
-            expert_gemm(rows, self.w1, counts), expert_gemm(rows, self.w3, counts),
-            self.limit, routing.weights.flatten()[order],
-        )  # fmt: skip
-        sorted_out = expert_gemm(hidden, self.w2, counts)
-        out = torch.empty_like(sorted_out)
-        out[order] = sorted_out
-        return torch.unflatten(out, 0, (num_tokens, k))
+        gate, up = expert_gemm(rows, self.w13, groups, tile).chunk(2, dim=1)
+        hidden = swiglu_quantise(gate, up, self.limit, weights.flatten()[groups.order])
+        return expert_gemm(hidden, self.w2, groups, tile)

@@ -22,19 +22,24 @@ class TensorSource(Protocol):
 
 @dataclass(slots=True)
 class ExpansionBudget:
-    """Bytes left for float32 copies of quantised weights; the first ones asked for get them.
+    """Bytes left for unpacked copies of quantised weights; the first ones asked for get them.
 
-    Copies save the reference ops a conversion at every call and change no result.
+    Copies change no result. References save a conversion at every call by float32 copies of any
+    weight. With `for_kernels`, weights are packed for kernels, and dense ones get bfloat16 copies,
+    which many rows multiply faster.
     """
 
     left_bytes: float = 0.0
+    for_kernels: bool = False
 
     def apply(self, weight: QuantisedWeight) -> QuantisedWeight:
-        """Return the weight, with its copy if that still fits."""
-        if weight.expanded_bytes > self.left_bytes:
-            return weight
-        self.left_bytes -= weight.expanded_bytes
-        return weight.expanded()
+        """Return the weight in its final form."""
+        dtype = torch.bfloat16 if self.for_kernels else torch.float32
+        num_bytes = weight.num_values * dtype.itemsize
+        if num_bytes <= self.left_bytes and (weight.is_fp8 or not self.for_kernels):
+            self.left_bytes -= num_bytes
+            weight = weight.expanded(dtype)
+        return weight.packed() if self.for_kernels else weight
 
 
 class Weights:
@@ -70,20 +75,41 @@ class Weights:
 
     def fp8(self, name: str, rows: int, columns: int) -> QuantisedWeight:
         """Return the FP8 weight `name` with one scale per 32x32 tile."""
-        scope = self.sub(name)
-        weight = QuantisedWeight(
-            scope.tensor("weight", rows, columns),
-            scope.tensor("scale", -(-rows // 32), -(-columns // 32)),
-        )
-        return self.budget.apply(weight)
+        return self.fp8_stack((name,), rows, columns)
 
-    def fp4_experts(self, name: str, num_experts: int, rows: int, columns: int) -> QuantisedWeight:
-        """Return all experts' FP4 weight `name`, stacked [E, rows, columns]."""
-        codes = torch.empty(num_experts, rows, columns // 2, dtype=torch.int8, device=self.device)
-        scales = torch.empty(num_experts, rows, columns // 32, dtype=torch.uint8,
-                             device=self.device)  # fmt: skip
+    def fp8_stack(self, names: tuple[str, ...], rows: int, columns: int) -> QuantisedWeight:
+        """Return FP8 weights of `rows` each, one below the other; rows are whole scale tiles."""
+        parts = [self.sub(name) for name in names]
+        tiles = (-(-rows // 32), -(-columns // 32))
+        assert len(names) == 1 or rows % 32 == 0, f"{names} share a scale tile"
+        codes = torch.cat(
+            [part.tensor("weight", rows, columns).view(torch.uint8) for part in parts]
+        )
+        scales = torch.cat([part.tensor("scale", *tiles).view(torch.uint8) for part in parts])
+        return self.budget.apply(
+            QuantisedWeight(codes.view(torch.float8_e4m3fn), _as_scales(scales))
+        )
+
+    def fp4_experts(
+        self, names: tuple[str, ...], num_experts: int, rows: int, columns: int
+    ) -> QuantisedWeight:
+        """Return all experts' FP4 weights `names`, one below the other: [E, names * rows, columns]."""
+        total, packs = len(names) * rows, self.budget.for_kernels
+        width, dtype = (columns // 8, torch.int32) if packs else (columns // 2, torch.int8)
+        all_codes = torch.empty(num_experts, total, width, dtype=dtype, device=self.device)
+        all_scales = torch.empty(
+            num_experts, total, columns // 32, dtype=torch.uint8, device=self.device
+        )
         for expert in range(num_experts):
-            scope = self.sub(f"{expert}.{name}")
-            codes[expert] = scope.tensor("weight", rows, columns // 2).view(torch.int8)
-            scales[expert] = scope.tensor("scale", rows, columns // 32).view(torch.uint8)
-        return self.budget.apply(QuantisedWeight(codes, scales.view(torch.float8_e8m0fnu)))
+            scopes = [self.sub(f"{expert}.{name}") for name in names]
+            codes = [s.tensor("weight", rows, columns // 2).view(torch.int8) for s in scopes]
+            scales = [s.tensor("scale", rows, columns // 32).view(torch.uint8) for s in scopes]
+            all_scales[expert] = torch.cat(scales)
+            weight = QuantisedWeight(torch.cat(codes), _as_scales(all_scales[expert]))
+            all_codes[expert] = (weight.packed() if packs else weight).codes
+        stacked = QuantisedWeight(all_codes, _as_scales(all_scales))
+        return stacked if packs else self.budget.apply(stacked)
+
+
+def _as_scales(raw: Tensor) -> Tensor:
+    return raw.view(torch.float8_e8m0fnu)

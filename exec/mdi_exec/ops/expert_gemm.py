@@ -1,23 +1,39 @@
 """The experts' matrix products: rows sorted by expert, one weight per group of rows.
 
-The reference walks the experts that have rows; a kernel would run all groups at once.
+The reference walks the experts that have rows; the kernel runs all groups at once, and learns which
+from the tiles that `group_rows` has cut.
 """
 
 import torch
 from torch import Tensor
 
+from mdi_exec.ops.backend import select
 from mdi_exec.ops.gemm import QuantisedWeight, matmul_ref
 from mdi_exec.ops.quantise import Quantised, dequantise
+from mdi_exec.ops.routing import RowGroups
+
+_TILES = (16, 32, 64, 96)
+LARGEST_TILE = 128
+_SPARE = 1.3  # most experts' rows should fit in one tile
 
 
-def expert_gemm_ref(x: Quantised | Tensor, weights: QuantisedWeight, row_counts: Tensor) -> Tensor:
+def tile_rows(num_rows: int, num_experts: int) -> int:
+    """Return how many rows a tile should have for R rows over E experts; a matter of speed only."""
+    mean = num_rows / num_experts
+    return next((tile for tile in _TILES if _SPARE * mean <= tile), LARGEST_TILE)
+
+
+def expert_gemm_ref(
+    x: Quantised | Tensor, weights: QuantisedWeight, groups: RowGroups, tile: int
+) -> Tensor:
     values = dequantise(x) if isinstance(x, Quantised) else x
+    is_rounded = isinstance(x, Quantised) or values.dtype == torch.bfloat16
     out = torch.empty(
         values.shape[0], weights.codes.shape[1], device=weights.codes.device,
-        dtype=torch.bfloat16 if isinstance(x, Quantised) else torch.float32,
+        dtype=torch.bfloat16 if is_rounded else torch.float32,
     )  # fmt: skip
     start = 0
-    for expert, count in enumerate(row_counts.tolist()):
+    for expert, count in enumerate(groups.counts.tolist()):
         if count:
             rows = slice(start, start + count)
             out[rows] = matmul_ref(values[rows], weights.expert(expert).dequantised())
@@ -25,11 +41,16 @@ def expert_gemm_ref(x: Quantised | Tensor, weights: QuantisedWeight, row_counts:
     return out
 
 
-def expert_gemm(x: Quantised | Tensor, weights: QuantisedWeight, row_counts: Tensor) -> Tensor:
+def expert_gemm(
+    x: Quantised | Tensor, weights: QuantisedWeight, groups: RowGroups, tile: int
+) -> Tensor:
     """Multiply each row by its expert's weight [N, K]^T.
 
-    x has R rows of K inputs sorted by expert, weights are stacked [E, N, K], row_counts [E] says
-    how many rows each expert has (their sum is R). Returns [R, N], dtype as `quantised_gemm`. The
-    reference reads row_counts on the host.
+    x has R rows of K inputs sorted by expert, weights are stacked [E, N, K], and `groups` says whose
+    rows are whose, in tiles of `tile` rows. Returns [R, N], dtype as `quantised_gemm`. The reference
+    reads the experts' counts on the host.
     """
-    return expert_gemm_ref(x, weights, row_counts)
+    if isinstance(x, Quantised):
+        return expert_gemm_ref(x, weights, groups, tile)
+    run = select(x, ref=expert_gemm_ref, kernel="weight_gemm.expert_gemm")
+    return run(x, weights, groups, tile)

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from mdi_exec.ops.backend import select
+from mdi_exec.ops.packing import (
+    LARGEST_FP4_SCALE,
+    LARGEST_FP8_SCALE,
+    pack_fp4,
+    pack_fp8,
+    unpack_fp4,
+    unpack_fp8,
+)
 from mdi_exec.ops.quantise import GROUP, Quantised, dequantise, unpack_e2m1
+from mdi_shared.errors import ConfigError
 
 ROW_TILE = {"cpu": 32, "cuda": 128}
 # Against a product summed in blocks of 32: the sums differ in float32's last bits, so a bfloat16
@@ -28,34 +37,61 @@ class QuantisedWeight:
 
     FP8: codes E4M3 [..., N, K], one E8M0 scale per 32x32 tile (the last tile may be cut).
     FP4: codes int8 [..., N, K/2], one E8M0 scale per (row, 32 inputs).
-    `values`, when memory was granted for it, is what `dequantised` would compute every time.
+    Packed, for kernels: the same codes as int32 words in another order (`packing.py`).
+    `values`, when memory was granted for it, is what `dequantised` would compute every time, in
+    float32 or bfloat16.
     """
 
     codes: Tensor
     scales: Tensor
     values: Tensor | None = None
 
+    @property
+    def is_packed(self) -> bool:
+        return self.codes.dtype == torch.int32
+
+    @property
+    def is_fp8(self) -> bool:
+        if self.is_packed:
+            return 4 * self.codes.shape[-1] == GROUP * self.scales.shape[-1]
+        return self.codes.dtype == torch.float8_e4m3fn
+
+    def packed(self) -> "QuantisedWeight":
+        """Return the weight in the order kernels read; raises `ConfigError` for huge scales.
+
+        Kernels decode by one multiplication that must not overflow, which bounds the scales; it
+        waits for the device, once, when the weight is loaded.
+        """
+        largest = LARGEST_FP8_SCALE if self.is_fp8 else LARGEST_FP4_SCALE
+        found = int(self.scales.view(torch.uint8).max())
+        if found > largest:
+            raise ConfigError("scale", f"2^{found - 127}",
+                              f"kernels take weight scales up to 2^{largest - 127}")  # fmt: skip
+        codes = pack_fp8(self.codes) if self.is_fp8 else pack_fp4(self.codes)
+        return QuantisedWeight(codes, self.scales, self.values)
+
     def dequantised(self) -> Tensor:
         """Float32 [..., N, K]; exact, since every scale is a power of two."""
         if self.values is not None:
-            return self.values
+            return self.values.to(torch.float32)
         scales = self.scales.to(torch.float32)
-        if self.codes.dtype == torch.float8_e4m3fn:
-            values = self.codes.to(torch.float32)
+        if self.is_fp8:
+            codes = unpack_fp8(self.codes) if self.is_packed else self.codes
+            values = codes.to(torch.float32)
             scales = scales.repeat_interleave(GROUP, dim=-2)[..., : values.shape[-2], :]
         else:
-            values = unpack_e2m1(self.codes)
+            values = unpack_e2m1(unpack_fp4(self.codes) if self.is_packed else self.codes)
         return values * scales.repeat_interleave(GROUP, dim=-1)[..., : values.shape[-1]]
 
-    def expanded(self) -> "QuantisedWeight":
-        """Return the same weight with its float32 values kept."""
-        return QuantisedWeight(self.codes, self.scales, self.dequantised())
+    def expanded(self, dtype: torch.dtype = torch.float32) -> "QuantisedWeight":
+        """Return the same weight with its values kept; bfloat16 holds them exactly, too."""
+        return QuantisedWeight(self.codes, self.scales, self.dequantised().to(dtype))
 
     @property
-    def expanded_bytes(self) -> int:
-        """Bytes the float32 values take: 4 for each FP8 code or half FP4 byte."""
-        values_per_code = 1 if self.codes.dtype == torch.float8_e4m3fn else 2
-        return 4 * values_per_code * self.codes.numel()
+    def num_values(self) -> int:
+        """Numbers the weight holds."""
+        per_code = self.codes.itemsize if self.is_fp8 else 2 * self.codes.itemsize
+        return per_code * self.codes.numel()
 
     def expert(self, index: int) -> "QuantisedWeight":
         values = None if self.values is None else self.values[index]
@@ -76,21 +112,30 @@ def matmul_ref(x: Tensor, weight: Tensor) -> Tensor:
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply x [T, K] by weight [N, K]^T; both are promoted, the result is float32 [T, N]."""
-    return select(x, ref=matmul_ref)(x, weight)
+    return select(x, ref=matmul_ref, kernel="gemm.matmul")(x, weight)
 
 
-def quantised_gemm_ref(x: Quantised | Tensor, weight: QuantisedWeight) -> Tensor:
+def quantised_gemm_ref(
+    x: Quantised | Tensor, weight: QuantisedWeight, groups: int = 1
+) -> Tensor:  # fmt: skip
     values = dequantise(x) if isinstance(x, Quantised) else x
     dtype = torch.float32 if values is x and values.dtype == torch.float32 else torch.bfloat16
-    return matmul_ref(values, weight.dequantised()).to(dtype)
+    parts = zip(
+        torch.unflatten(values, 1, (groups, -1)).unbind(1),
+        torch.unflatten(weight.dequantised(), 0, (groups, -1)), strict=True,
+    )  # fmt: skip
+    return torch.cat([matmul_ref(part, rows) for part, rows in parts], dim=1).to(dtype)
 
 
-def quantised_gemm(x: Quantised | Tensor, weight: QuantisedWeight) -> Tensor:
+def quantised_gemm(x: Quantised | Tensor, weight: QuantisedWeight, groups: int = 1) -> Tensor:
     """Multiply x [T, K] by a quantised weight [N, K]^T.
 
     A rounded x gives bfloat16 [T, N], whether it comes as codes and scales or as bfloat16 values
-    (see `quantise_activation`); a float32 x (unrounded numerics) gives float32.
+    (see `quantise_activation`); a float32 x (unrounded numerics) gives float32. With `groups`, x is
+    [T, groups * K] and each of its parts has its own rows of the weight [groups * N, K]: the result
+    is [T, groups * N].
     """
     if isinstance(x, Quantised):
-        return quantised_gemm_ref(x, weight)
-    return select(x, ref=quantised_gemm_ref)(x, weight)
+        return quantised_gemm_ref(x, weight, groups)
+    run = select(x, ref=quantised_gemm_ref, kernel="gemm.quantised_gemm")
+    return run(x, weight, groups)

@@ -7,7 +7,8 @@
 | `quantise_fp4_e4m3` | QC        | E2M1  | 16    | E4M3, any value      | compressed KV entries  |
 
 All are bit-exact: no tolerance applies (architecture spec, §3). E2M1 codes are packed two a byte,
-even element in the low nibble. Read next: `gemm.py`.
+even element in the low nibble. Kernels keep rounded activations as bfloat16 values instead of codes
+(`quantise_activation`); the product is the same. Read next: `gemm.py`.
 """
 
 from functools import cache
@@ -115,17 +116,18 @@ def quantise_fp4_e4m3_ref(x: Tensor) -> Quantised:
 
 def quantise_fp8(x: Tensor) -> Quantised:
     """QA and QW: x [..., d] to E4M3 codes [..., d] and E8M0 scales [..., d/32]."""
-    return select(x, ref=quantise_fp8_ref)(x)
+    return select(x, ref=quantise_fp8_ref, kernel="quantise.quantise_fp8")(x)
 
 
 def quantise_fp4(x: Tensor) -> Quantised:
     """QI: x [..., d] to packed E2M1 [..., d/2] and E8M0 scales [..., d/32]."""
-    return select(x, ref=quantise_fp4_ref)(x)
+    return select(x, ref=quantise_fp4_ref, kernel="quantise.quantise_fp4")(x)
 
 
 def quantise_fp4_e4m3(x: Tensor) -> Quantised:
     """QC: x [..., d] to packed E2M1 [..., d/2] and E4M3 scales [..., d/16]."""
-    return select(x, ref=quantise_fp4_e4m3_ref)(x)
+    kernel = "quantise.quantise_fp4_e4m3"
+    return select(x, ref=quantise_fp4_e4m3_ref, kernel=kernel)(x)
 
 
 def dequantise(rows: Quantised, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -136,6 +138,22 @@ def dequantise(rows: Quantised, dtype: torch.dtype = torch.float32) -> Tensor:
     return (values * _spread(rows.scales, group)).to(dtype)
 
 
+def quantise_activation_ref(x: Tensor) -> Quantised | Tensor:
+    return x if x.dtype == torch.float32 else quantise_fp8_ref(x)
+
+
 def quantise_activation(x: Tensor) -> Quantised | Tensor:
-    """Round a GEMM input (QA); float32 activations pass unrounded (see `numerics.py`)."""
-    return x if x.dtype == torch.float32 else quantise_fp8(x)
+    """Round a GEMM input x [..., d] (QA); float32 activations pass unrounded (see `numerics.py`).
+
+    References return codes and scales; the kernel returns the rounded values, bfloat16 [..., d].
+    """
+    return select(x, ref=quantise_activation_ref, kernel="quantise.round_activation")(x)
+
+
+def round_fp4_ref(x: Tensor) -> Tensor:
+    return dequantise(quantise_fp4_ref(x), x.dtype)
+
+
+def round_fp4(x: Tensor) -> Tensor:
+    """QI as values: what `quantise_fp4` of x [..., d] stands for, in x's dtype."""
+    return select(x, ref=round_fp4_ref, kernel="quantise.round_fp4")(x)

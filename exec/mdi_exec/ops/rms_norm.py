@@ -1,9 +1,13 @@
-"""Root-mean-square normalisation with a learned weight; statistics and product in float32."""
+"""Root-mean-square normalisation with a learned weight; statistics and product in float32.
+
+`rms_norm_round` also rounds the result for the quantised GEMM behind it (architecture spec, §3).
+"""
 
 import torch
 from torch import Tensor
 
 from mdi_exec.ops.backend import select
+from mdi_exec.ops.quantise import Quantised, quantise_activation
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -14,4 +18,17 @@ def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise x [..., d] over its last dimension; weight [d]. Returns x's dtype."""
-    return select(x, ref=rms_norm_ref)(x, weight, eps)
+    return select(x, ref=rms_norm_ref, kernel="norm.rms_norm")(x, weight, eps)
+
+
+def rms_norm_round_ref(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Quantised | Tensor]:
+    normed = rms_norm_ref(x, weight, eps)
+    return normed, quantise_activation(normed)
+
+
+def rms_norm_round(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Quantised | Tensor]:
+    """Return `rms_norm` of x [..., d] and `quantise_activation` of that, d a multiple of 32.
+
+    Of float32 x both are the unrounded norm.
+    """
+    return select(x, ref=rms_norm_round_ref, kernel="norm.rms_norm_round")(x, weight, eps)

@@ -31,5 +31,8 @@ def rotate_ref(x: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: Rotation, *, inverse: bool = False) -> Tensor:
-    """Rotate the last r of x [T, d] or [T, heads, d] by its rows' angles; returns x's dtype."""
-    return select(x, ref=rotate_ref)(x, rotation, inverse)
+    """Rotate the last r of x [T, d] or [T, heads, d] by its rows' angles; returns x's dtype.
+
+    A kernel rotates in place: x must not be used afterwards.
+    """
+    return select(x, ref=rotate_ref, kernel="rope.rotate")(x, rotation, inverse)

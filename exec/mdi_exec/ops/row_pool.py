@@ -1,7 +1,10 @@
 """Cached vectors as rows of codes and scales: encode, write, gather, decode.
 
+`store_rows` is encode and write in one pass, `RowPool.gather` gather and decode.
+
 A pool does not know whose row is whose; `cache.py` lays rows out in blocks and slots, and
-`step_context.py` computes row numbers. Row -1 means "none" and gathers as zeros.
+`step_context.py` computes row numbers. Row -1 means "none": it gathers as zeros and stores nothing.
+Row 0 belongs to a reserved block or slot, whose contents nobody reads.
 """
 
 from collections.abc import Callable
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mdi_exec.numerics import Numerics
+from mdi_exec.ops.backend import select
 from mdi_exec.ops.quantise import (
     ENTRY_GROUP,
     GROUP,
@@ -76,6 +80,15 @@ class RowPool:
             num_rows, row_format.scale_bytes, dtype=torch.uint8, device=device
         )
 
+    @classmethod
+    def of(cls, rows: Quantised, row_format: RowFormat) -> "RowPool":
+        """Return a pool that *is* the given encoded rows [N, ...], of any byte-wide dtypes."""
+        pool = cls.__new__(cls)
+        pool.format = row_format
+        pool.codes = rows.codes.view(torch.uint8)
+        pool.scales = rows.scales.view(torch.uint8)
+        return pool
+
     def encode(self, values: Tensor) -> Quantised:
         """Round values [N, width] to storage: byte tensors [N, code bytes] and [N, scale bytes]."""
         if self.format.quantise is None:
@@ -100,6 +113,28 @@ class RowPool:
 
     def gather(self, index: Tensor) -> Tensor:
         """Return the values of rows `index` [...]: [..., width]; zeros where the index is -1."""
-        safe = index.clamp(min=0)
-        values = self.decode(Quantised(self.codes[safe], self.scales[safe]))
-        return values.masked_fill((index < 0).unsqueeze(-1), 0.0)
+        if self.format.quantise is None:
+            return gather_rows_ref(self, index)
+        run = select(self.codes, ref=gather_rows_ref, kernel="row_pool.gather_rows",
+                     dtypes=(torch.uint8,))  # fmt: skip
+        return run(self, index)
+
+
+def gather_rows_ref(pool: RowPool, index: Tensor) -> Tensor:
+    safe = index.clamp(min=0)
+    values = pool.decode(Quantised(pool.codes[safe], pool.scales[safe]))
+    return values.masked_fill((index < 0).unsqueeze(-1), 0.0)
+
+
+def store_rows_ref(pool: RowPool, index: Tensor, values: Tensor) -> None:
+    # Dropping rows would need their number on the host: they overwrite the reserved row 0 instead.
+    pool.write(index.clamp(min=0), pool.encode(values))
+
+
+def store_rows(pool: RowPool, index: Tensor, values: Tensor) -> None:
+    """Round values [N, width] to the pool's format and store them at row numbers `index` [N].
+
+    Rows numbered -1 are not stored (the reference leaves them in the reserved row 0); where two
+    numbers agree, either row may win.
+    """
+    select(values, ref=store_rows_ref, kernel="row_pool.store_rows")(pool, index, values)

@@ -28,7 +28,9 @@ def swiglu_quantise(
 ) -> Quantised | Tensor:
     """Compute row_weight * silu(min(gate, limit)) * clamp(up, ±limit), ready for the next GEMM.
 
-    gate and up [R, I] in the activation dtype, row_weights float32 [R] or None for 1. Returns FP8
-    codes and scales, or float32 [R, I] for float32 inputs.
+    gate and up [R, I] in the activation dtype, row_weights float32 [R] or None for 1. They may be
+    the halves of one [R, 2I] tensor, which a kernel reads where it lies. Returns FP8 codes and
+    scales (a kernel: their bfloat16 values [R, I]), or float32 [R, I] for float32 inputs.
     """
-    return select(gate, ref=swiglu_quantise_ref)(gate, up, limit, row_weights)
+    run = select(gate, ref=swiglu_quantise_ref, kernel="swiglu.swiglu_quantise")
+    return run(gate, up, limit, row_weights)

@@ -31,6 +31,21 @@ def top_entries(scores: Tensor, is_valid: Tensor, k: int) -> Tensor:
     return select(scores, ref=top_entries_ref)(scores, is_valid, k)
 
 
+def top_visible_ref(scores: Tensor, visible: Tensor, k: int) -> Tensor:
+    columns = torch.arange(scores.shape[1], device=scores.device)
+    return top_entries_ref(scores, columns < visible.unsqueeze(1), k).to(torch.int32)
+
+
+def top_visible(scores: Tensor, visible: Tensor, k: int) -> Tensor:
+    """Return the columns of each row's k highest scores, ascending: int32 [T, k], -1 = none.
+
+    scores [T, M]; visible int32 or int64 [T], at most M: a row's valid columns are 0 .. visible-1,
+    what lies behind does not count. A row with fewer than k valid columns returns all of them.
+    """
+    run = select(scores, ref=top_visible_ref, kernel="top_entries.top_visible")
+    return run(scores, visible, k)
+
+
 def candidate_blocks_ref(scores: Tensor, visible: Tensor, block_size: int, k: int) -> Tensor:
     columns = torch.arange(scores.shape[1], device=scores.device)
     masked = scores.masked_fill(columns >= visible.unsqueeze(1), -torch.inf)
@@ -40,13 +55,15 @@ def candidate_blocks_ref(scores: Tensor, visible: Tensor, block_size: int, k: in
     blocks = torch.arange(block_scores.shape[1], device=scores.device)
     newest = ((visible - 1) // block_size).unsqueeze(1)
     block_scores = block_scores.masked_fill(blocks == newest, torch.inf)
-    return top_entries_ref(block_scores, blocks <= newest, min(k, block_scores.shape[1]))
+    kept = top_entries_ref(block_scores, blocks <= newest, min(k, block_scores.shape[1]))
+    return kept.to(torch.int32)
 
 
 def candidate_blocks(scores: Tensor, visible: Tensor, block_size: int, k: int) -> Tensor:
-    """Return the k blocks of entries with the highest maximum, ascending: int64 [T, <= k].
+    """Return the k blocks of entries with the highest maximum, ascending: int32 [T, <= k].
 
-    scores [T, M]; visible [T] counts each query's entries. The block of the newest visible entry
-    is always kept (architecture spec, §6.4). -1 = none.
+    scores [T, M]; visible [T], at most M, counts each query's entries. The block of the newest
+    visible entry is always kept (architecture spec, §6.4). -1 = none.
     """
-    return select(scores, ref=candidate_blocks_ref)(scores, visible, block_size, k)
+    run = select(scores, ref=candidate_blocks_ref, kernel="top_entries.candidate_blocks")
+    return run(scores, visible, block_size, k)

@@ -21,15 +21,35 @@ class Sample(NamedTuple):
     args: tuple[Any, ...] = ()
 
 
-def target_of(architecture: str) -> dict[str, str]:
-    """Return TileLang's name of a CUDA architecture, which it compiles for without having one."""
-    return {"kind": "cuda", "arch": architecture}
+def has_known_registers() -> bool:
+    """Whether operands may be decoded into the tensor core's registers: their order is sm_90a's."""
+    return _current_architecture() == "sm_90a"
+
+
+def compile_for(architecture: str, sample: Sample) -> Any:
+    """Compile a builder's program for an architecture, which need not be at hand."""
+    options = {tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True}
+    checks_bounds = getattr(sample.builder, "checks_bounds", False)
+    return tilelang.compile(
+        sample.builder(*sample.args),
+        target={"kind": "cuda", "arch": architecture},
+        pass_configs=options if checks_bounds else None,
+    )
+
+
+def checks_bounds(builder: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a builder whose program never indexes out of bounds; the compiler adds no checks then.
+
+    It would put one around every gather, which costs more than the gather.
+    """
+    builder.checks_bounds = True  # type: ignore[attr-defined]
+    return builder
 
 
 @cache
 def compiled(builder: Callable[..., Any], *args: Any) -> Any:
     """Return `builder(*args)` compiled for the current GPU; arguments are outputs too."""
-    return tilelang.compile(builder(*args), target=target_of(_current_architecture()))
+    return compile_for(_current_architecture(), Sample(builder, args))
 
 
 @cache

@@ -1,0 +1,88 @@
+"""CUDA source that turns packed FP4 and FP8 weight words into bfloat16 tensor-core operands.
+
+A warpgroup's first wgmma operand may lie in registers: thread t of a warp then holds, for rows t/4
+and t/4 + 8 of the warp's 16, columns 2(t%4) + {0, 1} of each 8. `ops/packing.py` puts the codes one
+thread needs side by side, so that it reads them with one wide load, and places their bits such that
+a shift and a mask give two bfloat16 numbers at once, off by a constant power of two. One packed
+multiplication by the group's scale corrects that. Every step is exact.
+
+Only sm_90a's register order is known here; other targets decode with `weight_gemm.py`'s own loop.
+"""
+
+DECODE_SOURCE = r"""
+#include <cuda_bf16.h>
+
+namespace mdi {
+
+__device__ __forceinline__ unsigned times(unsigned pair, unsigned factor) {
+  __nv_bfloat162 product = __hmul2(*reinterpret_cast<__nv_bfloat162*>(&pair),
+                                   *reinterpret_cast<__nv_bfloat162*>(&factor));
+  return *reinterpret_cast<unsigned*>(&product);
+}
+
+// Two equal bfloat16 powers of two, 2^(scale + bias - 127), from an E8M0 byte.
+__device__ __forceinline__ unsigned power(unsigned scale, unsigned bias) {
+  return (scale + bias) * 0x00800080u;
+}
+
+// The eight E2M1 codes of a word as four pairs, 2^-126 times their values.
+__device__ __forceinline__ void split_fp4(const unsigned* w, unsigned (&pair)[4]) {
+  pair[0] = w[0] & 0x81C081C0u;
+  pair[1] = (w[0] << 3) & 0x81C081C0u;
+  pair[2] = (w[0] << 6) & 0x81C081C0u;
+  pair[3] = ((w[0] << 1) & 0x80008000u) | ((w[0] >> 5) & 0x01000100u) |
+            ((w[0] >> 4) & 0x00C000C0u);
+}
+
+__device__ __forceinline__ unsigned fp8_pair(unsigned w) {
+  return ((w << 8) & 0x80008000u) | ((w << 4) & 0x07F007F0u);
+}
+
+// The eight E4M3 codes of two words as four pairs, 2^-120 times their values.
+__device__ __forceinline__ void split_fp8(const unsigned* w, unsigned (&pair)[4]) {
+  pair[0] = fp8_pair(w[0]);
+  pair[1] = fp8_pair(w[0] >> 8);
+  pair[2] = fp8_pair(w[1]);
+  pair[3] = fp8_pair(w[1] >> 8);
+}
+
+// Fill this thread's part of a [rows, 32 * groups] operand that `warps` warps share.
+template <bool kFp8, int kRows, int kWarps, int kGroups, int kScaleStride, int kScaleShift>
+__device__ __forceinline__ void decode(const int* words, const unsigned char* scales,
+                                       void* operand, int thread) {
+  constexpr int kWords = kGroups * (kFp8 ? 2 : 1), kBlocks = kRows / (16 * kWarps);
+  const int lane = thread & 31, column = lane & 3;
+  unsigned* out = reinterpret_cast<unsigned*>(operand);
+  #pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = block * 16 * kWarps + (thread >> 5) * 16 + half * 8 + (lane >> 2);
+      const unsigned* from = reinterpret_cast<const unsigned*>(words) + (row * 4 + column) * kWords;
+      unsigned w[kWords];
+      if constexpr (kWords % 4 == 0) {
+        #pragma unroll
+        for (int i = 0; i < kWords; i += 4)
+          *reinterpret_cast<uint4*>(w + i) = *reinterpret_cast<const uint4*>(from + i);
+      } else if constexpr (kWords % 2 == 0) {
+        *reinterpret_cast<uint2*>(w) = *reinterpret_cast<const uint2*>(from);
+      } else {
+        w[0] = from[0];
+      }
+      #pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        const unsigned scale = scales[(row >> kScaleShift) * kScaleStride + g];
+        const unsigned by = power(scale, kFp8 ? 120u : 126u);
+        unsigned pair[4];
+        if constexpr (kFp8) split_fp8(w + 2 * g, pair);
+        else split_fp4(w + g, pair);
+        #pragma unroll
+        for (int p = 0; p < 4; ++p)
+          out[((2 * g + p / 2) * kBlocks + block) * 4 + (p % 2) * 2 + half] = times(pair[p], by);
+      }
+    }
+  }
+}
+
+}  // namespace mdi
+"""

@@ -1,0 +1,85 @@
+"""Rotary embedding in place: only the rotated tail of each vector is read and written."""
+
+import tilelang.language as T
+from torch import Tensor
+
+from mdi_exec.ops.kernels.jit import Sample, compiled
+from mdi_exec.ops.kernels.lanes import CHUNK, FLAT_THREADS, require_multiple
+from mdi_exec.ops.rope import Rotation
+
+PAIRS = CHUNK // 2
+
+
+@T.macro
+def turn(raw, cosines, sines, inverse):
+    """Rotate a thread's 4 pairs, every product and sum rounded once, as the reference does."""
+    even = T.alloc_local((1,), "float32")
+    odd = T.alloc_local((1,), "float32")
+    turned = T.alloc_local((CHUNK,), "float32")
+    for i in T.unroll(PAIRS):
+        even[0] = T.cast(raw[2 * i], "float32")
+        odd[0] = T.cast(raw[2 * i + 1], "float32")
+        sine = -sines[i] if inverse else sines[i]
+        turned[2 * i] = T.ieee_sub(T.ieee_mul(even[0], cosines[i]), T.ieee_mul(odd[0], sine))
+        turned[2 * i + 1] = T.ieee_add(T.ieee_mul(even[0], sine), T.ieee_mul(odd[0], cosines[i]))
+    for i in T.vectorized(CHUNK):
+        raw[i] = T.cast(turned[i], "bfloat16")
+
+
+def rotate_rows(heads: int, width: int, rotated: int, inverse: bool):
+    """Rotate the last `rotated` of x [rows, heads * width]; cos and sin float32 [rows, rotated/2].
+
+    `rotated` is a multiple of 8.
+    """
+    require_multiple(rotated, CHUNK)
+    rows, per_head = T.dynamic("rows"), rotated // CHUNK
+    per_row = heads * per_head
+
+    @T.prim_func
+    def rotate_kernel(
+        x: T.Tensor((rows, heads, width), "bfloat16"),
+        cos: T.Tensor((rows, rotated // 2), "float32"),
+        sin: T.Tensor((rows, rotated // 2), "float32"),
+    ):
+        with T.Kernel(T.ceildiv(rows * per_row, FLAT_THREADS), threads=FLAT_THREADS) as block:
+            chunk = block * FLAT_THREADS + T.get_thread_binding()
+            raw = T.alloc_local((CHUNK,), "bfloat16")
+            cosines = T.alloc_local((PAIRS,), "float32")
+            sines = T.alloc_local((PAIRS,), "float32")
+            row, head = chunk // per_row, chunk % per_row // per_head
+            pair = chunk % per_head * PAIRS
+            column = width - rotated + chunk % per_head * CHUNK
+            if chunk < rows * per_row:
+                for i in T.vectorized(CHUNK):
+                    raw[i] = x[row, head, column + i]
+                for i in T.vectorized(PAIRS):
+                    cosines[i] = cos[row, pair + i]
+                for i in T.vectorized(PAIRS):
+                    sines[i] = sin[row, pair + i]
+                turn(raw, cosines, sines, inverse)
+                for i in T.vectorized(CHUNK):
+                    x[row, head, column + i] = raw[i]
+
+    return rotate_kernel
+
+
+def rotate(x: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
+    """Rotate x [T, d] or [T, H, d] in place (a copy of it if it is not contiguous)."""
+    x = x.contiguous()
+    heads = x.shape[1] if x.dim() == 3 else 1
+    if x.numel():
+        rotated = 2 * rotation.cos.shape[-1]
+        kernel = compiled(rotate_rows, heads, x.shape[-1], rotated, inverse)
+        kernel(x.view(x.shape[0], heads, x.shape[-1]), rotation.cos.contiguous(),
+               rotation.sin.contiguous())  # fmt: skip
+    return x
+
+
+SAMPLES = tuple(
+    Sample(rotate_rows, (heads, width, rotated, inverse))
+    for heads, width, rotated, inverse in (
+        (64, 512, 64, False), (64, 512, 64, True), (32, 128, 64, False), (1, 512, 64, False),
+        (1, 128, 64, False), (8, 64, 16, False), (8, 64, 16, True), (16, 32, 16, False),
+        (1, 64, 16, False), (1, 32, 16, False),
+    )
+)  # fmt: skip
