@@ -21,8 +21,9 @@ from mdi_traces import check_run, load_run
 from tests.exec.engines import CHECKPOINT, SMALL
 from tests.exec.test_engine_golden import ALL_STEPS, FEW_STEPS, LENGTHS, WAYS, Run
 from tests.gpu.marks import gpu
+from tests.gpu.strictness import unawaited
 
-pytestmark = [gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
+pytestmark = gpu
 
 GOLDEN = CHECKPOINT.parent
 FOLDERS = {Numerics.QUANTISED: "logits", Numerics.FLOAT32: "logits_f32"}
@@ -67,11 +68,8 @@ def forbid_waiting(llm):
     launch = llm.engine.runner.launch
 
     def strict(plan, requests):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with unawaited():
             return launch(plan, requests)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     llm.engine.runner.launch = strict
 
@@ -90,12 +88,9 @@ def test_a_launch_with_bounded_replay_never_waits(budget):
 def test_staging_copies_without_waiting():
     staging = Staging("cuda")
     staging.upload({"first": np.arange(5)})
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with unawaited():
         found = [staging.upload({"a": np.arange(i + 1), "b": np.full(3, i, np.int32)})
                  for i in range(5 * NUM_BUFFERS)]  # fmt: skip
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for i, tensors in enumerate(found):
         assert tensors["a"].tolist() == list(range(i + 1))
         assert tensors["b"].tolist() == [i] * 3
