@@ -86,7 +86,16 @@ class LLM:
             self.config.vocab_size, eos_token_id=self.config.eos_token_id, device=device
         )
         runner = ModelRunner(
-            self.model, cache, sampler, replay_keep_tokens=self.options.replay_keep_tokens
+            self.model,
+            cache,
+            sampler,
+            replay_keep_tokens=self.options.replay_keep_tokens,
+            graph_limits=(
+                (config.max_num_seqs, config.max_model_len)
+                if self.options.use_cuda_graphs
+                else None
+            ),
+            measures_experts=self.options.record is not None,
         )
         recording = None
         if self.options.record is not None:
@@ -148,6 +157,13 @@ class LLM:
             yield from self.engine.step()
         self.engine.drain()
         self.save_recording()
+
+    def warm_up(self) -> None:
+        """Capture all decode graphs now, not when the first batch of their size comes.
+
+        Takes a moment per size, and changes nothing else. Does nothing where none are used.
+        """
+        self.engine.runner.warm_up()
 
     def save_recording(self) -> None:
         """Write the run so far to the files `record` names; nothing without it."""

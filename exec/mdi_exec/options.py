@@ -31,7 +31,9 @@ class EngineOptions:
     load a model whose weights take more. `expanded_weights_memory_gb` is spent on float32 copies of
     quantised weights, which make the reference ops faster and change no result; without it, 1 GB
     on a CPU and none elsewhere. `replay_keep_tokens` > 0 turns bounded replay of the consumer
-    layers on. `seed` makes the seeds of requests that bring none.
+    layers on. `use_cuda_graphs` runs decode steps as captured graphs, one per batch size, captured
+    when first needed; it changes no result, and nothing on a CPU or with float32 numerics. `seed`
+    makes the seeds of requests that bring none.
     """
 
     device: str = "cpu"
@@ -41,6 +43,7 @@ class EngineOptions:
     weight_cache_memory_gb: float | None = None
     expanded_weights_memory_gb: float | None = None
     replay_keep_tokens: int = 0
+    use_cuda_graphs: bool = True
     revision: str | None = None
     seed: int = 0
     record: str | None = None
@@ -82,6 +85,8 @@ def _check_numbers(options: EngineOptions) -> None:
     """A size in GB or a share is a number, a count an integer; neither is a string or a bool."""
     for field in fields(options):
         value, declared = getattr(options, field.name), str(field.type)
+        if declared in ("bool", str(bool)) and not isinstance(value, bool):
+            raise ConfigError(field.name, value, "must be true or false")
         if "float" not in declared and "int" not in declared:
             continue
         allowed = (int, float) if "float" in declared else (int,)

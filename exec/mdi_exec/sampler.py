@@ -6,16 +6,18 @@ sampler. Log-probabilities and scores are float64. This is not where a request e
 knows EOS and lengths). Read next: `sampling.py` (options), `ops/gumbel.py` (random numbers).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mdi_exec.ops.backend import select
 from mdi_exec.ops.gumbel import FRESH, gumbel_noise, signed
 from mdi_exec.sampling import NO_GOLDEN, SamplingParams
+from mdi_exec.staging import Array, Staging
 from mdi_shared.errors import ConfigError
 
 COLDEST = 1e-5  # a temperature below counts as this one, without filters (§5.1, step 4)
@@ -36,6 +38,24 @@ class Draw(NamedTuple):
     params: SamplingParams
     position: int
     output_index: int
+
+
+class SamplingNeeds(NamedTuple):
+    """What the most demanding of some draws needs: work that none of them needs is left out."""
+
+    has_filters: bool
+    has_noise: bool
+    num_top: int
+
+    @classmethod
+    def of(cls, draws: Sequence[Draw]) -> "SamplingNeeds":
+        params = [draw.params for draw in draws]
+        warm = [p for p in params if p.temperature >= COLDEST]
+        return cls(
+            has_filters=any(p.top_p < 1.0 or p.top_k != NO_TOP_K for p in warm),
+            has_noise=any(p.temperature != 0 for p in params),
+            num_top=max((p.top_logprobs for p in params), default=0),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,35 +80,34 @@ class SamplingRows:
 
     @classmethod
     def of(cls, draws: Sequence[Draw], device: torch.device | str = "cpu") -> "SamplingRows":
-        """Build from one draw per row of logits, in order."""
-        params = [draw.params for draw in draws]
-        is_cold = [p.temperature < COLDEST for p in params]
-        top_p = [1.0 if cold else p.top_p for p, cold in zip(params, is_cold, strict=True)]
-        top_k = [NO_TOP_K if cold else p.top_k for p, cold in zip(params, is_cold, strict=True)]
+        """Build from one draw per row of logits, in order; nothing waits for the device."""
+        return cls.place(Staging(device).upload(cls.columns(draws)), SamplingNeeds.of(draws))
 
-        ints: list[list[int]] = [
-            [signed(p.seed) for p in params],
-            [draw.position for draw in draws],
-            [MOST_RANKS if k == NO_TOP_K else k for k in top_k],
-            [d.params.golden_token(d.output_index) for d in draws],
-            [p.temperature == 0 for p in params],
-            [d.params.first_n_token_no_eos > d.output_index for d in draws],
-        ]
-        floats: list[list[float]] = [[max(p.temperature, COLDEST) for p in params], top_p]
-        columns = _columns(ints, floats, torch.device(device))
-        return cls(
-            seeds=columns[0],
-            positions=columns[1],
-            top_k=columns[2],
-            golden_ids=columns[3],
-            is_greedy=columns[4] != 0,
-            bans_eos=columns[5] != 0,
-            temperature=columns[6].view(torch.float64),
-            top_p=columns[7].view(torch.float64),
-            has_filters=any(p < 1.0 for p in top_p) or any(k != NO_TOP_K for k in top_k),
-            has_noise=any(p.temperature != 0 for p in params),
-            num_top=max((p.top_logprobs for p in params), default=0),
-        )
+    @staticmethod
+    def columns(draws: Sequence[Draw]) -> dict[str, Array]:
+        """Return the tensors' values as host arrays, by name."""
+        params = [draw.params for draw in draws]
+        temperature = np.array([p.temperature for p in params], dtype=np.float64)
+        is_cold = temperature < COLDEST
+        top_k = np.array([p.top_k for p in params], dtype=np.int64)
+        golden = [d.params.golden_token(d.output_index) for d in draws]
+        bans_eos = [d.params.first_n_token_no_eos > d.output_index for d in draws]
+        return {
+            "seeds": np.array([signed(p.seed) for p in params], dtype=np.int64),
+            "positions": np.array([draw.position for draw in draws], dtype=np.int64),
+            "temperature": np.maximum(temperature, COLDEST),
+            "top_p": np.where(is_cold, 1.0, np.array([p.top_p for p in params], np.float64)),
+            "top_k": np.where(is_cold | (top_k == NO_TOP_K), MOST_RANKS, top_k),
+            "golden_ids": np.array(golden, dtype=np.int64),
+            "is_greedy": temperature == 0,
+            "bans_eos": np.array(bans_eos, dtype=np.bool_),
+        }
+
+    @classmethod
+    def place(cls, tensors: Mapping[str, Tensor], needs: SamplingNeeds) -> "SamplingRows":
+        """Build from what `columns` gave, by now on a device."""
+        values: dict[str, Any] = {**tensors, **needs._asdict()}
+        return cls(**values)
 
     def part(self, start: int, stop: int) -> "SamplingRows":
         """Return rows start .. stop-1, with the whole batch's needs."""
@@ -97,15 +116,6 @@ class SamplingRows:
             name: c[start:stop] for name, c in columns.items() if isinstance(c, Tensor)
         }
         return replace(self, **cut)
-
-
-def _columns(ints: list[list[int]], floats: list[list[float]], device: torch.device) -> Tensor:
-    """Return int64 [columns, n], floats by their bits; a GPU gets them in one copy, unawaited."""
-    bits = torch.tensor(floats, dtype=torch.float64).view(torch.int64)
-    columns = torch.cat([torch.tensor(ints, dtype=torch.int64), bits])
-    if device.type == "cuda":
-        return columns.pin_memory().to(device, non_blocking=True)
-    return columns.to(device)
 
 
 class Sampled(NamedTuple):

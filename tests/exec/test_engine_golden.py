@@ -54,7 +54,7 @@ class Run:
             expected = torch.cat((file["prefill_last"].unsqueeze(0), file["decode_logits"]))
             for index in range(self.steps + 1):
                 for row in self.rows[length, length + index]:
-                    found.append(row)
+                    found.append(row.cpu())
                     wanted.append(expected[index])
                     gaps.append(expected[index].topk(2).values.diff().abs())
         return torch.stack(found), torch.stack(wanted), torch.cat(gaps)

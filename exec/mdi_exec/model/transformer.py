@@ -122,6 +122,17 @@ class Transformer:
         scope = weights.sub(f"layers.{layer}.engram")
         return Engram(self.config, self.config.layer_plan(layer), scope, found, table_device)
 
+    @property
+    def is_capturable(self) -> bool:
+        """Say whether `forward` can be recorded as a CUDA graph.
+
+        Not without a GPU, not where references run (float32 numerics), and not with Engram's
+        tables elsewhere: both read from the device on the way.
+        """
+        tables = [engram.table.codes.device for engram in self.engrams.values()]
+        is_here = all(device == self.embed.device for device in tables)
+        return self.device.type == "cuda" and self.numerics is Numerics.QUANTISED and is_here
+
     @torch.inference_mode()
     def forward(
         self,
