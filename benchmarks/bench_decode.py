@@ -161,7 +161,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     device, document, ceiling = start(options)
-    source, model = build(options.preset, options.layers, options.experts, device)
+    source, model = build(options, device)
     print(f"{source.name}: {model.config.num_hidden_layers} layers, "
           f"{source.weight_bytes / 1e9:.4g} GB of weights")  # fmt: skip
     table = Table("one decode step; experts: chosen by some token, mean over layers", COLUMNS)

@@ -96,14 +96,16 @@ def _product_work(given: dict[str, Any], out: object) -> Work:
     codes = getattr(weight, "codes", weight)
     if isinstance(codes, Tensor) and codes.dim() == 3:
         weight_bytes *= min(1.0, rows / codes.shape[0])
-    return Work(2.0 * rows * width * out_width, weight_bytes + bytes_of(x) + bytes_of(out))
+    groups = given.get("groups")
+    parts = groups if isinstance(groups, int) else 1
+    return Work(2.0 * rows * width * out_width / parts, weight_bytes + bytes_of(x) + bytes_of(out))
 
 
 def error_of(call: OpCall) -> float | None:
     """Return the largest difference from the reference, over the reference's rms."""
-    got = numbers_in(call())
+    got = _result(call)
     with references_only():
-        wanted = numbers_in(call())
+        wanted = _result(call)
     if got is None or wanted is None or got.numel() == 0:
         return None
     if got.shape != wanted.shape:
@@ -112,6 +114,19 @@ def error_of(call: OpCall) -> float | None:
     difference = torch.where(is_same, 0.0, (got - wanted).abs()).nan_to_num(nan=torch.inf)
     rms = wanted[torch.isfinite(wanted)].to(torch.float64).square().mean().sqrt()
     return float(difference.max() / max(float(rms), 1e-30))
+
+
+def _result(call: OpCall) -> Tensor | None:
+    """Return what a call gives as numbers: what it stored, or what of its output means anything."""
+    out, given = call(), call.arguments
+    if call.name == "store_rows":
+        return given["pool"].gather(given["index"]).to(torch.float32)
+    if call.name == "score_entries":
+        visible, listed = given["pages"].visible, given.get("listed")
+        limit = visible if listed is None else listed.num_columns(visible)
+        columns = torch.arange(out.shape[1], device=out.device)
+        return out.to(torch.float32).masked_fill(columns >= limit.unsqueeze(1), 0.0)
+    return numbers_in(out)
 
 
 def shapes_of(call: OpCall) -> str:
@@ -163,7 +178,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     device, document, ceiling = start(options)
-    _, model = build(options.preset, options.layers, options.experts, device)
+    _, model = build(options, device)
     document["tables"] = {}
     for title, num_seqs, rows in (
         ("prefill", 1, options.rows), ("decode 64", 64, 1), ("decode 1", 1, 1),

@@ -184,7 +184,7 @@ def main() -> None:
     options = parse()
     device, document, ceiling = start(options)
     begin = time.perf_counter()
-    source, model = build(options.preset, options.layers, options.experts, device)
+    source, model = build(options, device)
     cache = filled_cache(model, num_blocks=1 + blocks_for(options.context), num_slots=2)
     synchronize(device)
     document["load_s"] = time.perf_counter() - begin

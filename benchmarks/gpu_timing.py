@@ -214,6 +214,8 @@ def add_common_options(parser: argparse.ArgumentParser, *, preset: str) -> None:
     parser.add_argument("--preset", default=preset, help="tiny, small or flash-slice")
     parser.add_argument("--layers", type=int, help="layers of a flash-slice (6 .. 40)")
     parser.add_argument("--experts", type=int, help="routed experts of a layer")
+    parser.add_argument("--copies-gb", type=float, default=8.0,
+                        help="GB for bfloat16 copies of dense weights, on a GPU")  # fmt: skip
     parser.add_argument("--out", type=Path, help="also write the JSON document to this file")
 
 

@@ -75,9 +75,18 @@ def tensors_in(value: object) -> Iterator[Tensor]:
             yield from tensors_in(part)
     elif isinstance(value, RowPool):
         yield from (value.codes, value.scales)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from tensors_in(getattr(value, field.name))
+    else:
+        for _, part in _parts(value):
+            yield from tensors_in(part)
+
+
+def _parts(value: object) -> list[tuple[str, object]]:
+    """Return what a dataclass, or an object of the model's packages, is made of."""
+    if is_dataclass(value):
+        return [(field.name, getattr(value, field.name)) for field in fields(value)]
+    if type(value).__module__.startswith("mdi_exec"):
+        return sorted(getattr(value, "__dict__", {}).items())
+    return []
 
 
 def bytes_of(value: object) -> int:
@@ -146,9 +155,8 @@ def _form(value: object) -> object:
         return (tuple(value.shape), value.dtype)
     if isinstance(value, tuple | list):
         return tuple(_form(part) for part in value)
-    if isinstance(value, RowPool) or is_dataclass(value):
-        return tuple(_form(t) for t in tensors_in(value))
-    return repr(value)
+    parts = tuple(_form(t) for t in tensors_in(value))
+    return parts or repr(value)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ attention and indexer really meet, and bytes of weights and cache that a step mu
 floors, so what can be left out is left out (activations, norms, index maths).
 """
 
+import argparse
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from mdi_exec.batch import BLOCK_TOKENS, Batch, BatchItem
 from mdi_exec.cache import CacheLayout, DeviceCache
 from mdi_exec.model.config import LayerPlan, ModelConfig
 from mdi_exec.model.transformer import Layer, Streams, Transformer
-from mdi_exec.model.weights import Weights
+from mdi_exec.model.weights import ExpansionBudget, Weights
 from mdi_exec.model_source import ModelSource, open_model
 from mdi_exec.ops.row_pool import RowPool
 
@@ -24,15 +25,18 @@ FILL_ROWS = 4096  # different rows a cache is filled with
 BF16, FP8, FP4 = 2.0, 1 + 1 / 1024, 0.5 + 1 / 32  # bytes of a weight, scales included
 
 
-def build(
-    preset: str, layers: int | None, experts: int | None, device: torch.device
-) -> tuple[ModelSource, Transformer]:
-    """Draw the weights of a preset on the device and load them."""
-    numbers = {"layers": layers, "experts": experts}
+def build(options: argparse.Namespace, device: torch.device) -> tuple[ModelSource, Transformer]:
+    """Draw the weights of a preset on the device and load them, packed where kernels run.
+
+    Of `options`: preset, layers, experts, and copies_gb for bfloat16 copies of dense weights.
+    """
+    numbers = {"layers": options.layers, "experts": options.experts}
     given = "".join(f",{name}={n}" for name, n in numbers.items() if n is not None)
-    source = open_model(f"random:{preset}{given}", device)
-    model = Transformer(source.config, Weights(source.tensors, device), token_map=source.token_map)
-    return source, model
+    source = open_model(f"random:{options.preset}{given}", device)
+    is_cuda = device.type == "cuda"
+    budget = ExpansionBudget(options.copies_gb * 1e9 if is_cuda else 0.0, for_kernels=is_cuda)
+    weights = Weights(source.tensors, device, budget=budget)
+    return source, Transformer(source.config, weights, token_map=source.token_map)
 
 
 def filled_cache(model: Transformer, *, num_blocks: int, num_slots: int) -> DeviceCache:
