@@ -17,6 +17,7 @@ The last line of output is one JSON document with everything that was printed.
 import argparse
 import statistics
 import time
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ from slice_model import (
 )
 
 from mdi_exec.cache import DeviceCache
+from mdi_exec.memory import StepLimits, estimate_memory
 from mdi_exec.model.config import ModelConfig
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.presets import layer_kinds, released_config
@@ -188,6 +190,12 @@ def main() -> None:
     cache = filled_cache(model, num_blocks=1 + blocks_for(options.context), num_slots=2)
     synchronize(device)
     document["load_s"] = time.perf_counter() - begin
+    limits = StepLimits(rows=options.new, seqs=1, context=options.context)
+    needed = estimate_memory(
+        cache.layout, limits, num_blocks=cache.num_blocks, num_slots=cache.num_slots,
+        copies_limit=options.copies_gb * 1e9, for_kernels=device.type == "cuda",
+    )  # fmt: skip
+    document["estimated_gb"] = {part: size / 1e9 for part, size in asdict(needed).items()}
     print(f"{source.name}: {source.weight_bytes / 1e9:.4g} GB of weights, "
           f"{document['load_s']:.3g} s to draw and load", flush=True)  # fmt: skip
     if options.profile:
@@ -207,6 +215,9 @@ def main() -> None:
     in_parts = sum(medians(parts).values())
     print(f"measured step of {model.config.num_hidden_layers} layers: median "
           f"{document['median_wall_ms']:.4g} ms wall, {in_parts:.4g} ms in parts")  # fmt: skip
+    print(
+        f"device memory: estimated {needed.total / 1e9:.4g} GB, peak {document['peak_device_gb']}"
+    )
     finish(options, document)
 
 
