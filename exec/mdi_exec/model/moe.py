@@ -61,7 +61,8 @@ class Moe:
         groups = group_rows(experts, self.num_experts, tile)
         ctx.note_expert_counts(groups.counts)
         routed = self._routed(x, groups, tile, weights)
-        hidden = swiglu_quantise(*quantised_gemm(x, self.shared_w13).chunk(2, dim=1), self.limit)
+        gate, up = quantised_gemm(x, self.shared_w13).chunk(2, dim=1)
+        hidden = swiglu_quantise(gate, up, self.limit)
         return combine(routed, groups.position, self.shared_w2(hidden))
 
     def _routed(
