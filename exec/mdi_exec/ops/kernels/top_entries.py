@@ -16,6 +16,7 @@ from mdi_exec.ops.top_entries import NONE, candidate_blocks_ref
 WARP = 32
 THREADS = 512
 WARPS = THREADS // WARP
+BLOCKS_OF_SM = 2  # keeps a thread at 64 registers, so that one row's barriers hide behind another
 VECTOR = 8  # bfloat16 scores of a 16-byte access
 WORDS = VECTOR // 2
 LOADS = 4  # vectors of one thread in flight while scores are counted
@@ -159,6 +160,7 @@ def top_visible_program(k: int):
         chosen: T.Tensor((rows, k), "int32"),
     ):
         with T.Kernel(rows, threads=THREADS) as row:
+            T.annotate_min_blocks_per_sm(BLOCKS_OF_SM)
             thread = T.get_thread_binding()
             high = T.alloc_shared((HIGH_BINS,), "int32")
             low = T.alloc_shared((LOW_BINS,), "int32")
