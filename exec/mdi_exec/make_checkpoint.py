@@ -111,7 +111,7 @@ def _complete(config: Config, tokenizer: Tokenizer, *, preset: str, seed: int) -
     """Add what follows from the tokenizer and the Engram dimensions, and say what this is."""
     text = config["text_config"]
     text["engram_compressed_vocab_size"] = int(compressed_vocab_map(tokenizer).max()) + 1
-    text["engram_num_embeddings"] = _engram_rows(text)
+    text["engram_num_embeddings"] = engram_table_rows(text)
     config["made_checkpoint"] = {
         "weights": "random",
         "preset": preset,
@@ -121,7 +121,7 @@ def _complete(config: Config, tokenizer: Tokenizer, *, preset: str, seed: int) -
     }  # fmt: skip
 
 
-def _engram_rows(text: Config) -> list[int]:
+def engram_table_rows(text: Config) -> list[int]:
     """Return each Engram layer's table rows: sums of primes that are unique over all layers."""
     taken: set[int] = set()
     rows = []

@@ -6,6 +6,7 @@ weights are here (`make_checkpoint.py`), and no run-time options.
 
 from typing import Any
 
+from mdi_exec.model.config import LayerPlan, ModelConfig
 from mdi_shared.errors import ConfigError
 
 Config = dict[str, Any]
@@ -126,6 +127,33 @@ def preset_config(
     if not with_vision:
         del config["vision_config"]
     return config
+
+
+def layer_kinds(config: ModelConfig) -> list[str]:
+    """Name what each layer of the backbone computes; layers of one kind take the same time.
+
+    The shortest slice, six layers, has every kind of the release once: "window+engram",
+    "source r2", "reuse r2", "candidate source r1", "re-index r1", "reuse r1". "r2" and "r1" are
+    tokens per compressed entry. A source compresses and selects among all its entries; the
+    candidate source also keeps the blocks that "re-index" layers select among; "reuse" layers read
+    the selection of the layer before. Engram is a part of its own that some layer comes with.
+    """
+    plans = [config.layer_plan(layer) for layer in range(config.num_hidden_layers)]
+    return [
+        _kind(plan) + ("+engram" if plan.engram_index is not None else "") for plan in plans
+    ]  # fmt: skip
+
+
+def _kind(plan: LayerPlan) -> str:
+    if not plan.ratio:
+        return "window"
+    if plan.owns_compressor:
+        what = "candidate source" if plan.is_candidate_source else "source"
+    elif plan.is_index_source:
+        what = "re-index" if plan.uses_candidates else "index"
+    else:
+        what = "reuse"
+    return f"{what} r{plan.ratio}"
 
 
 def _slice(layers: int) -> Config:

@@ -10,6 +10,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,7 +97,7 @@ def _table(name: str, tensors: Mapping[str, TensorSpec]) -> Array | None:
     if spec.dtype == "F8_E8M0":
         weight_name = f"{name.removesuffix('.scale')}.weight"
         return _scale_bytes(weight_name, tensors[weight_name])
-    values = torch.from_numpy(_QUANTILES) * _std(name, spec) + law_of(name).mean
+    values = torch.from_numpy(_QUANTILES) * spread_of(name, spec) + law_of(name).mean
     if spec.dtype == "BF16":
         return values.to(torch.bfloat16).view(torch.int16).numpy()
     assert spec.dtype == "F32", f"{name}: no law for {spec.dtype}"
@@ -107,20 +108,32 @@ def _e4m3_codes() -> torch.Tensor:
     return torch.from_numpy(_QUANTILES * E4M3_SPREAD).to(torch.float8_e4m3fn)
 
 
-def _std(name: str, spec: TensorSpec) -> float:
+def spread_of(name: str, spec: TensorSpec) -> float:
+    """Return the standard deviation of a tensor's values."""
     law = law_of(name)
     inputs = spec.shape[-1] * (2 if spec.dtype == "I8" else 1)
     return law.std * inputs**-0.5 if law.by_inputs else law.std
 
 
 def _scale_bytes(weight_name: str, weight: TensorSpec) -> Array:
-    """Mix two neighbouring powers of two such that the mean square comes out as wanted."""
-    code_rms = E2M1_RMS
-    if weight.dtype == "F8_E4M3":
-        code_rms = float(_e4m3_codes().to(torch.float64).square().mean().sqrt())
-    wanted = _std(weight_name, weight) / code_rms
-    exponent = math.floor(math.log2(wanted))
-    share_of_upper = ((wanted / 2.0**exponent) ** 2 - 1) / 3
+    """Tabulate the two neighbouring powers of two that `scale_law` names, as E8M0 codes."""
+    exponent, share_of_upper = scale_law(weight_name, weight)
     table = np.full(TABLE_ENTRIES, exponent + E8M0_BIAS, np.uint8)
     table[: round(share_of_upper * TABLE_ENTRIES)] += 1
     return table
+
+
+def scale_law(weight_name: str, weight: TensorSpec) -> tuple[int, float]:
+    """Return the lower of two exponents, and how many scales take the one above it.
+
+    Mixed so, codes times scales have the mean square that the weight's law asks for.
+    """
+    code_rms = _e4m3_rms() if weight.dtype == "F8_E4M3" else E2M1_RMS
+    wanted = spread_of(weight_name, weight) / code_rms
+    exponent = math.floor(math.log2(wanted))
+    return exponent, ((wanted / 2.0**exponent) ** 2 - 1) / 3
+
+
+@cache
+def _e4m3_rms() -> float:
+    return float(_e4m3_codes().to(torch.float64).square().mean().sqrt())

@@ -8,6 +8,7 @@ Read next: `engine.py`, `recording.py` (what comes out), `mdi_sim/source.py` (th
 """
 
 import heapq
+import math
 import time
 from collections.abc import Callable
 
@@ -37,6 +38,7 @@ class TraceClient:
         self._thinks = ints(table["think_ns"], null=-1).tolist()
         self._row_of = {req_id: row for row, req_id in enumerate(self._req_ids)}
         self._follower: dict[int, int] = {}
+        self._live: set[str] = set()
         last_of: dict[int, int] = {}
         self._due: list[tuple[int, int]] = []
         sessions = codes(table["session_id"])[0].tolist()
@@ -52,22 +54,39 @@ class TraceClient:
                 last_of[session] = row
         heapq.heapify(self._due)
 
-    def run(self, on_progress: Callable[[int], None] | None = None) -> None:
-        """Serve the whole trace; `on_progress` gets the number of requests that just ended."""
+    def run(
+        self, on_progress: Callable[[int], None] | None = None, *, seconds: float | None = None
+    ) -> None:
+        """Serve the whole trace; `on_progress` gets the number of requests that just ended.
+
+        After `seconds`, if given, nothing more is sent and what still runs is aborted.
+        """
         engine = self.engine
         begin_ns = engine.now_ns()
+        stop_ns = math.inf if seconds is None else begin_ns + seconds * 1e9
         while self._due or engine.has_unfinished_requests():
+            if engine.now_ns() >= stop_ns:
+                self._stop()
+                stop_ns = math.inf
             self._send_due(engine.now_ns() - begin_ns)
             if not engine.has_unfinished_requests():
-                wait_s = (self._due[0][0] - (engine.now_ns() - begin_ns)) / 1e9
-                time.sleep(min(max(wait_s, 0.0), _LONGEST_SLEEP_S))
+                if self._due:
+                    wait_s = (self._due[0][0] - (engine.now_ns() - begin_ns)) / 1e9
+                    time.sleep(min(max(wait_s, 0.0), _LONGEST_SLEEP_S))
                 continue
             ended = [output.req_id for output in engine.step() if output.finished]
             for req_id in ended:
+                self._live.discard(req_id)
                 self._follow(self._row_of[req_id], engine.now_ns() - begin_ns)
             if ended and on_progress is not None:
                 on_progress(len(ended))
         engine.drain()
+
+    def _stop(self) -> None:
+        self._due.clear()
+        self._follower.clear()
+        for req_id in sorted(self._live):
+            self.engine.abort_request(req_id)
 
     def _send_due(self, now_ns: int) -> None:
         while self._due and self._due[0][0] <= now_ns:
@@ -75,7 +94,7 @@ class TraceClient:
             params = SamplingParams(
                 max_tokens=self._output_lens[row], ignore_eos=True, seq_seed=row, temperature=1.0
             )
-            self.engine.add_request(self._prompt(row), params, self._req_ids[row])
+            self._live.add(self.engine.add_request(self._prompt(row), params, self._req_ids[row]))
 
     def _follow(self, row: int, now_ns: int) -> None:
         next_row = self._follower.get(row)

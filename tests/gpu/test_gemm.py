@@ -140,10 +140,8 @@ def test_decoding_in_registers_and_by_the_portable_loop_agree():
             kernel(x, codes, scales, *tiles, out)
             found.append(out)
         assert_bits(*found)
-        assert_rounded_sums(
-            found[0], matmul_ref(x, weight.dequantised().view(256, 512)).to(torch.bfloat16),
-            ,
-        )  # fmt: skip
+        wanted = matmul_ref(x, weight.dequantised().view(256, 512)).to(torch.bfloat16)
+        assert_rounded_sums(found[0], wanted)
 
 
 @pytest.mark.parametrize("width", [5120, 128])

@@ -21,7 +21,6 @@ from mdi_exec.ops.packing import block_of
 from mdi_exec.ops.routing import RowGroups
 
 GROUP = 32
-STAGES = 4  # K blocks in flight
 FEW_ROWS = 64  # up to here a dense product reads codes; beyond, expanded weights pay
 
 
@@ -113,14 +112,14 @@ def weight_gemm(
     return kernel
 
 
-def _run(x, codes, scales, is_fp8, tiles, tile, rows_per_cta):
+def _run(x, codes, scales, is_fp8, tiles, tile, rows_per_cta, stages, warpgroups):
     """Multiply sorted rows x [R, K] by codes [E, n, words]; tiles are expert, start, offsets."""
     experts, n, k = codes.shape[0], codes.shape[1], x.shape[1]
     out = torch.empty(x.shape[0], n, dtype=torch.bfloat16, device=x.device)
     if x.shape[0]:
         run = compiled(
             weight_gemm, n, k, experts, is_fp8, "bfloat16", tile, block_of(k), rows_per_cta,
-            STAGES, rows_per_cta // 64, has_known_registers(),
+            stages, warpgroups, has_known_registers(),
         )  # fmt: skip
         run(x, codes, scales.view(torch.uint8).view(experts, -1, k // GROUP), *tiles, out)
     return out
@@ -128,7 +127,10 @@ def _run(x, codes, scales, is_fp8, tiles, tile, rows_per_cta):
 
 def expert_gemm(x: Tensor, weights: QuantisedWeight, groups: RowGroups, tile: int) -> Tensor:
     tiles = (groups.tile_expert, groups.tile_start, groups.offsets)
-    return _run(x, weights.codes, weights.scales, weights.is_fp8, tiles, tile, 128)
+    # Wide blocks decode and multiply more for every token they load; with few tokens a tile, loading
+    # weights is all that counts, and narrow blocks keep more loads in flight.
+    shape = (256, 3, 2) if tile > FEW_ROWS else (128, 4, 2)
+    return _run(x, weights.codes, weights.scales, weights.is_fp8, tiles, tile, *shape)
 
 
 @cache
@@ -149,16 +151,16 @@ def dense_product(x: Tensor, weight: QuantisedWeight, groups: int) -> Tensor:
     if groups > 1:  # groups are experts that all have every row
         x = torch.unflatten(x, 1, (groups, -1)).transpose(0, 1).flatten(0, 1)
     out = _run(x, codes, weight.scales, weight.is_fp8,
-               _even_tiles(rows, groups, tile, x.device), tile, 64)  # fmt: skip
+               _even_tiles(rows, groups, tile, x.device), tile, 64, 4, 1)  # fmt: skip
     return torch.unflatten(out, 0, (groups, -1)).transpose(0, 1).flatten(1) if groups > 1 else out
 
 
 SAMPLES = (
-    Sample(weight_gemm, (4608, 5120, 384, False, "bfloat16", 96, 128, 128, 4, 2, True)),
-    Sample(weight_gemm, (5120, 2304, 384, False, "bfloat16", 96, 128, 128, 4, 2, True)),
+    Sample(weight_gemm, (4608, 5120, 384, False, "bfloat16", 80, 128, 256, 3, 2, True)),
+    Sample(weight_gemm, (5120, 2304, 384, False, "bfloat16", 96, 128, 256, 3, 2, True)),
     Sample(weight_gemm, (4608, 5120, 384, False, "bfloat16", 16, 128, 128, 4, 2, True)),
     Sample(weight_gemm, (1280, 5120, 1, True, "bfloat16", 16, 128, 64, 4, 1, True)),
-    Sample(weight_gemm, (4608, 5120, 384, False, "bfloat16", 96, 128, 128, 4, 2, False)),
+    Sample(weight_gemm, (4608, 5120, 384, False, "bfloat16", 80, 128, 256, 3, 2, False)),
     Sample(weight_gemm, (1280, 5120, 1, True, "bfloat16", 16, 128, 64, 4, 1, False)),
     Sample(weight_gemm, (128, 128, 16, False, "bfloat16", 16, 128, 128, 4, 2, True)),
     Sample(weight_gemm, (128, 64, 16, False, "bfloat16", 16, 64, 128, 4, 2, True)),

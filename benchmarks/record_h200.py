@@ -1,0 +1,183 @@
+"""Records real runs: the data that the simulator's cost models are fitted to and compared with.
+
+The campaigns (record_workloads.py): prefill by chunk, cached length and number of sequences; decode
+by batch and context; arrivals at a low and a high rate; long contexts; preemption; the replay of a
+public trace. Each run goes through the engine that serves, with a fresh cache on the same loaded
+model, for at most --seconds: then nothing more is sent and what still runs is aborted. A run is
+three Parquet files (docs/trace-format.md) whose metadata say what it holds for: GPU, driver,
+versions, model, options, command, commit, date. Step items are left out where the files would
+exceed 2 MB.
+
+    python benchmarks/record_h200.py MODEL --out FOLDER [--campaigns prefill decode online
+        long_context preemption replay] [--trace CSV] [--speed 1] [--seconds 30] [--sizes full]
+        [--device cuda] [--set KEY=VALUE]
+
+MODEL is a checkpoint directory, "random:flash-slice", or "tiny", a checkpoint made for the
+occasion. To try it without a GPU: tiny --device cpu --sizes small --seconds 2.
+"""
+
+import argparse
+import copy
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_timing import conditions
+from record_workloads import CAMPAIGNS, REPLAY, SIZES, Job, Workload, workloads
+
+from mdi_exec.cache import CacheLayout
+from mdi_exec.engine import LLMEngine
+from mdi_exec.llm import LLM
+from mdi_exec.make_checkpoint import make_checkpoint
+from mdi_exec.options import GB, scheduler_config, split_options
+from mdi_exec.sampling import SamplingParams
+from mdi_exec.serve_trace import TraceClient
+from mdi_traces.run import Run
+from minideepinfer.commands.executor import engine_options
+
+MOST_BYTES = 2_000_000
+LOWEST_ID = 3  # ids 0 to 2 are begin, end and padding
+
+
+def restarted(llm: LLM, options: dict[str, Any]) -> LLM:
+    """Return the loaded model behind a new engine and cache; the old ones are closed."""
+    llm.engine.close()
+    fresh = copy.copy(llm)
+    del llm.engine
+    fresh.options, scheduler_options = split_options(options)
+    layout = CacheLayout(config=llm.config, numerics=llm.model.numerics)
+    fresh.scheduler_config = scheduler_config(
+        scheduler_options, layout, GB, eos_token_id=llm.config.eos_token_id,
+        max_positions=llm.config.max_position_embeddings,
+    )  # fmt: skip
+    fresh.engine = fresh._engine(layout)
+    return fresh
+
+
+def serve_groups(
+    engine: LLMEngine, groups: tuple[tuple[Job, ...], ...], seconds: float, seed: int
+) -> int:  # fmt: skip
+    """Serve one group after the other until time is up; returns how many groups came to an end."""
+    dice, begin, ended = np.random.default_rng(seed), time.perf_counter(), 0
+    for number, group in enumerate(groups):
+        names = []
+        for job in group:
+            prompt = dice.integers(LOWEST_ID, engine.vocab_size, job.prompt).tolist()
+            params = SamplingParams(max_tokens=job.output, ignore_eos=True, temperature=1.0,
+                                    seq_seed=len(names))  # fmt: skip
+            names.append(engine.add_request(prompt, params, f"{number}.{len(names)}"))
+        is_late = False
+        while engine.has_unfinished_requests():
+            engine.step()
+            if not is_late and time.perf_counter() - begin > seconds:
+                is_late = True
+                for name in names:
+                    engine.abort_request(name)
+        if is_late:
+            break
+        ended += 1
+    engine.drain()
+    return ended
+
+
+def warm_up(llm: LLM, chunk: int) -> None:
+    """Serve a few requests of different sizes, so that no kernel is compiled in a recorded run."""
+    groups = ((Job(chunk, 4),), (Job(max(chunk // 8, 1), 4),), (Job(1, 4),), (Job(8, 4),) * 4)
+    serve_groups(llm.engine, groups, 600.0, seed=0)
+
+
+def record(llm: LLM, workload: Workload, seconds: float, provenance: dict[str, Any]) -> Run:
+    """Serve a workload on a fresh engine and return the run, with its provenance."""
+    if hasattr(llm, "warm_up"):
+        llm.warm_up()
+    begin = time.perf_counter()
+    served: dict[str, Any] = {}
+    if workload.trace is not None:
+        client = TraceClient(llm.engine, workload.trace, seed=1)
+        counts: list[int] = []
+        client.run(counts.append, seconds=seconds)
+        served = {"requests_ended": sum(counts), "requests_in_trace": len(workload.trace)}
+    else:
+        ended = serve_groups(llm.engine, workload.groups, seconds, seed=1)
+        served = {"groups_ended": ended, "groups": len(workload.groups)}
+    served["wall_s"] = round(time.perf_counter() - begin, 3)
+    assert llm.engine.recording is not None, "the options ask for a recording"
+    run = llm.engine.recording.run(llm.engine.scheduler)
+    about = {**provenance, "workload": workload.name, "what": workload.what, **workload.notes,
+             "seconds_allowed": seconds, **served}  # fmt: skip
+    metadata = replace(run.metadata, config={**run.metadata.config, "provenance": about})
+    return Run(run.steps_table, run.requests_table, metadata, run.items_table)
+
+
+def save(run: Run, prefix: Path) -> int:
+    """Write the run, without items when it would be too large; returns its bytes."""
+    for items in (True, False):
+        size = sum(path.stat().st_size for path in run.save(prefix, items=items))
+        if size <= MOST_BYTES:
+            break
+    return size
+
+
+@contextmanager
+def model_of(options: argparse.Namespace) -> Iterator[str]:
+    """Give the model's name; "tiny" is a checkpoint that lives as long as the context."""
+    if options.model != "tiny":
+        yield options.model
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield str(make_checkpoint(Path(folder) / "tiny", with_draft=False, with_vision=False))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model", help="checkpoint directory, random:<preset>, or tiny")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
+    names = [*CAMPAIGNS, REPLAY]
+    parser.add_argument("--campaigns", nargs="+", choices=names, default=list(CAMPAIGNS))
+    parser.add_argument("--trace", type=Path, help="public trace for the replay campaign")
+    parser.add_argument("--speed", type=float, default=1.0, help="of the replay")
+    parser.add_argument("--seconds", type=float, default=30.0, help="wall time of each workload")
+    parser.add_argument("--sizes", choices=SIZES, default="full")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu")
+    parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="any engine option")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    sizes = SIZES[options.sizes]
+    todo = workloads(options.campaigns, sizes, options.trace, options.speed)
+    options.out.mkdir(parents=True, exist_ok=True)
+    provenance = {**conditions(torch.device(options.device)), "model": options.model,
+                  "command": shlex.join(sys.argv)}  # fmt: skip
+    print(", ".join(f"{key} {value}" for key, value in provenance.items()), flush=True)
+    given = {"device": options.device, **engine_options(options.set)}
+    chunk = max(sizes.chunks)
+    first = {"max_num_seqs": 8, "max_model_len": chunk + 8, "max_num_batched_tokens": chunk,
+             "num_blocks": 2 * (chunk // 128 + 8)}  # fmt: skip
+    with model_of(options) as model:
+        begin = time.perf_counter()
+        llm = LLM(model, **{**first, **given})
+        warm_up(llm, chunk)
+        print(f"loaded and warm after {time.perf_counter() - begin:.1f} s", flush=True)
+        for workload in todo:
+            prefix = options.out / workload.name
+            llm = restarted(llm, {**workload.options, **given, "record": str(prefix)})
+            run = record(llm, workload, options.seconds, provenance)
+            size = save(run, prefix)
+            served = run.metadata.config["provenance"]
+            print(f"{workload.name}: {len(run.steps_table)} steps, {len(run.requests_table)} "
+                  f"requests, {served['wall_s']} s, {size / 1e3:.0f} kB", flush=True)  # fmt: skip
+        llm.engine.close()
+
+
+if __name__ == "__main__":
+    main()

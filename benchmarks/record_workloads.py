@@ -1,0 +1,185 @@
+"""Workloads of the recording campaigns: what is sent, and with which options it is served.
+
+A workload is either groups, each sent at once and served to its end before the next one follows, or
+a request trace whose arrival times are kept. Sizes come in two sets: "full" for the released
+dimensions on a GPU, "small" for the tiny model. Read next: `record_h200.py`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mdi_shared.errors import ConfigError
+from mdi_traces.formats import load_requests
+from mdi_traces.generate import generate_workload
+from mdi_traces.requests import RequestTrace, cut_lengths
+
+BLOCK = 128  # tokens of a KV block
+
+
+class Job(NamedTuple):
+    """A request as lengths, tokens."""
+
+    prompt: int
+    output: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One recorded run. `options` go to the engine; exactly one of groups and trace is there."""
+
+    name: str
+    what: str
+    options: dict[str, Any]
+    groups: tuple[tuple[Job, ...], ...] = ()
+    trace: RequestTrace | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How large the campaigns are. Rates are requests per second, lengths tokens."""
+
+    chunks: tuple[int, ...]
+    sequences: tuple[int, ...]
+    long_prompts: tuple[int, ...]
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    most_tokens: int  # batch times context of a decode point
+    decode_steps: int
+    rates: dict[str, float]
+    num_requests: int
+    max_prompt: int
+    max_output: int
+    max_num_seqs: int
+    pressure: Job
+    pressure_requests: int
+
+
+FULL = Sizes(
+    chunks=(1_024, 4_096, 8_192), sequences=(1, 2, 4, 8, 16), long_prompts=(32_768, 131_072),
+    batches=(1, 2, 4, 8, 16, 32, 64, 128, 256), contexts=(256, 1_024, 4_096, 16_384, 65_536),
+    most_tokens=524_288, decode_steps=24, rates={"low": 2.0, "high": 24.0}, num_requests=4_000,
+    max_prompt=16_384, max_output=512, max_num_seqs=256, pressure=Job(2_048, 512),
+    pressure_requests=48,
+)  # fmt: skip
+SMALL = Sizes(
+    chunks=(64, 256), sequences=(1, 2, 4), long_prompts=(600,), batches=(1, 4),
+    contexts=(32, 200), most_tokens=800, decode_steps=6, rates={"low": 2.0, "high": 40.0},
+    num_requests=200, max_prompt=200, max_output=16, max_num_seqs=8, pressure=Job(200, 150),
+    pressure_requests=6,
+)  # fmt: skip
+SIZES = {"full": FULL, "small": SMALL}
+
+
+def _blocks(tokens: int) -> int:
+    return -(-(tokens + 1) // BLOCK) + 1
+
+
+def _pool(groups: tuple[tuple[Job, ...], ...], *, num_seqs: int, **options: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Options of an engine that holds the largest group at once, and votes prefill at once."""
+    need = max(sum(_blocks(job.prompt + job.output) for job in group) for group in groups)
+    longest = max(job.prompt + job.output for group in groups for job in group)
+    return {
+        "max_num_seqs": num_seqs, "max_model_len": longest + 1, "num_blocks": 2 + need * 5 // 4,
+        "prefill_attempt_interval": 1, **options,
+    }  # fmt: skip
+
+
+def prefill_sweep(sizes: Sizes) -> Iterator[Workload]:
+    """One run per chunk size: 1, 2, .. sequences in a step, then long prompts chunk by chunk."""
+    for chunk in sizes.chunks:
+        counts = [n for n in sizes.sequences if n <= chunk]
+        even = tuple(tuple(Job(chunk // n, 1) for _ in range(n)) for n in counts)
+        part = tuple((Job(max(chunk * share // 8, 1), 1),) for share in (1, 3, 5))
+        long = tuple((Job(prompt, 1),) for prompt in sizes.long_prompts)
+        pairs = tuple((Job(prompt // 2, 1), Job(prompt // 4, 1)) for prompt in sizes.long_prompts)
+        groups = (*even, *part, *long, *pairs)
+        yield Workload(
+            f"prefill_{chunk}", "prefill by number of sequences, rows and cached length",
+            _pool(groups, num_seqs=max(counts), max_num_batched_tokens=chunk), groups,
+        )  # fmt: skip
+
+
+def decode_sweep(sizes: Sizes) -> Iterator[Workload]:
+    """Every batch at every context that `most_tokens` allows, some steps each."""
+    groups = tuple(
+        tuple(Job(context, 1 + sizes.decode_steps) for _ in range(batch))
+        for context in sizes.contexts
+        for batch in sizes.batches
+        if batch * context <= sizes.most_tokens
+    )
+    options = _pool(groups, num_seqs=max(sizes.batches), max_num_batched_tokens=max(sizes.chunks))
+    yield Workload("decode", "decode by batch and context", options, groups)
+
+
+def online(sizes: Sizes) -> Iterator[Workload]:
+    """Chat-like requests that arrive by themselves, at a low and at a high rate."""
+    for load, rate in sizes.rates.items():
+        trace = generate_workload(
+            "azure-conv", num_requests=sizes.num_requests, seed=1, rate=rate
+        )  # fmt: skip
+        trace = cut_lengths(trace, max_prompt=sizes.max_prompt, max_output=sizes.max_output)
+        yield Workload(f"online_{load}", f"chat-like arrivals at {rate:g} requests/s",
+                       _open_pool(sizes), trace=trace, notes={"rate": rate})  # fmt: skip
+
+
+def _open_pool(sizes: Sizes) -> dict[str, Any]:
+    longest = sizes.max_prompt + sizes.max_output
+    each = _blocks(min(longest, 4_096))
+    return {"max_num_seqs": sizes.max_num_seqs, "max_model_len": longest + 1,
+            "max_num_batched_tokens": max(sizes.chunks),
+            "num_blocks": 2 + max(sizes.max_num_seqs * each, 2 * _blocks(longest))}  # fmt: skip
+
+
+def long_context(sizes: Sizes) -> Iterator[Workload]:
+    """The longest prompts, decoding beside short ones that keep arriving."""
+    short = Job(max(sizes.long_prompts[0] // 64, 8), sizes.decode_steps)
+    groups = tuple(
+        (Job(prompt, sizes.decode_steps), *[short] * 4) for prompt in sizes.long_prompts
+    )  # fmt: skip
+    options = _pool(groups, num_seqs=8, max_num_batched_tokens=max(sizes.chunks))
+    yield Workload("long_context", "long prompts beside short ones", options, groups)
+
+
+def preemption(sizes: Sizes) -> Iterator[Workload]:
+    """A pool that holds all prompts but not all outputs: requests lose their memory and redo."""
+    job, count = sizes.pressure, sizes.pressure_requests
+    group = tuple(job for _ in range(count))
+    whole, start = count * _blocks(job.prompt + job.output), count * _blocks(job.prompt)
+    options = _pool((group,), num_seqs=count, max_num_batched_tokens=max(sizes.chunks))
+    options["num_blocks"] = 2 + start + (whole - start) // 4
+    yield Workload("preemption", "a block pool too small for the outputs", options, (group,))
+
+
+def public_replay(sizes: Sizes, trace_file: Path, speed: float) -> Iterator[Workload]:
+    """The first requests of a public trace, `speed` times as fast, lengths cut."""
+    trace = load_requests(trace_file).head(sizes.num_requests)
+    trace = cut_lengths(trace, max_prompt=sizes.max_prompt, max_output=sizes.max_output)
+    yield Workload(
+        "replay", f"{trace_file.name} at {speed:g} times its speed", _open_pool(sizes),
+        trace=trace.scaled(speed), notes={"trace": trace_file.name, "speed": speed},
+    )  # fmt: skip
+
+
+CAMPAIGNS: dict[str, Callable[[Sizes], Iterator[Workload]]] = {
+    "prefill": prefill_sweep, "decode": decode_sweep, "online": online,
+    "long_context": long_context, "preemption": preemption,
+}  # fmt: skip
+REPLAY = "replay"
+
+
+def workloads(
+    names: list[str], sizes: Sizes, trace_file: Path | None, speed: float
+) -> list[Workload]:  # fmt: skip
+    """Return the workloads of the named campaigns; the replay needs a trace file."""
+    found: list[Workload] = []
+    for name in names:
+        if name == REPLAY:
+            if trace_file is None:
+                raise ConfigError("trace", None, "the replay campaign needs --trace FILE")
+            found += public_replay(sizes, trace_file, speed)
+        else:
+            found += CAMPAIGNS[name](sizes)
+    return found

@@ -1,0 +1,216 @@
+"""How much device memory a model will take, from its config alone, before anything is loaded.
+
+Weights and cache are exact. Workspace, what a step holds beside them, is an upper bound: the
+residual streams, plus the largest of the phases that follow one another (attention, selection,
+experts, Engram, head). Read next: `cache.py` (what a block holds), `checkpoint_names.py`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from mdi_exec.cache import CacheLayout
+from mdi_exec.checkpoint_names import TensorSpec, expected_tensors
+from mdi_exec.model.config import ModelConfig
+from mdi_exec.numerics import Numerics
+from mdi_shared.errors import ConfigError
+
+GB = 1e9
+NOT_BACKBONE = ("mtp.", "vision.", "aligner.", "image_")  # in the checkpoint, but never loaded
+MARGIN = 1.1  # allocator rounding and small tensors
+MAX_SCORES = 2**27  # index scores a GPU holds at once
+MAX_GATHERED = 2**25  # values the reference of the indexer gathers at once
+MAX_ATTENDED = 2**24  # values the reference of attention gathers at once
+SAMPLED_ROWS = 64  # rows the sampler works on at once, in a few float64 and int64 arrays
+SAMPLER_ARRAYS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes on the device. `copies` are unpacked copies of weights, `workspace` a step's peak."""
+
+    weights: int
+    copies: int
+    cache: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.copies + self.cache + self.workspace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """The largest step: `rows` new tokens, `seqs` rows of logits, contexts of `context` tokens."""
+
+    rows: int
+    seqs: int
+    context: int
+
+
+def estimate_memory(
+    layout: CacheLayout,
+    limits: StepLimits,
+    *,
+    num_blocks: int,
+    num_slots: int,
+    copies_limit: float = 0.0,
+    for_kernels: bool = False,
+    engram_elsewhere: bool = False,
+) -> MemoryEstimate:
+    """Return what a model and its cache will take.
+
+    `copies_limit` bounds the bytes of unpacked weight copies (`ExpansionBudget`), `for_kernels`
+    says that kernels run rather than references, `engram_elsewhere` that Engram's tables lie on
+    another device.
+    """
+    config = layout.config
+    specs = backbone_tensors(config)
+    tables = sum(spec.nbytes for name, spec in specs.items() if ".engram.embed." in name)
+    weights = sum(spec.nbytes for spec in specs.values()) - tables * engram_elsewhere
+    copies = min(int(copies_limit), _copied_bytes(specs, for_kernels=for_kernels))
+    if for_kernels:
+        copies += config.num_hidden_layers * _projection_terms_bytes(config)
+    return MemoryEstimate(
+        weights, copies, cache_bytes(layout, num_blocks, num_slots),
+        workspace_bytes(config, layout.numerics, limits, for_kernels=for_kernels),
+    )  # fmt: skip
+
+
+def backbone_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
+    """Return the tensors that the text model loads."""
+    return {
+        name: spec
+        for name, spec in expected_tensors(config).items()
+        if not name.startswith(NOT_BACKBONE)
+    }
+
+
+def cache_bytes(layout: CacheLayout, num_blocks: int, num_slots: int) -> int:
+    """Return the bytes of a cache; block and slot 0 count."""
+    return num_blocks * layout.bytes_per_block + num_slots * layout.bytes_per_slot
+
+
+def _copied_bytes(specs: dict[str, TensorSpec], *, for_kernels: bool) -> int:
+    """Bytes of copies of all weights that get one: bfloat16 of dense ones, or float32 of all."""
+    total = 0
+    for name, spec in specs.items():
+        if f"{name.removesuffix('.weight')}.scale" not in specs or ".engram.embed." in name:
+            continue
+        if spec.dtype == "F8_E4M3":
+            total += spec.num_elements * (2 if for_kernels else 4)
+        elif spec.dtype == "I8" and not for_kernels:
+            total += 2 * spec.num_elements * 4
+    return total
+
+
+def _projection_terms_bytes(c: ModelConfig) -> int:
+    """Bytes of a layer's two hyper-connection projections split into bfloat16 terms."""
+    rows = -(-3 * c.hc_width // 32) * 32
+    return 2 * rows * c.hc_mult * c.hidden_size * 2
+
+
+def workspace_bytes(
+    config: ModelConfig, numerics: Numerics, limits: StepLimits, *, for_kernels: bool
+) -> int:
+    """Return an upper bound of what a step holds beside weights and cache."""
+    # A reference holds a float32 copy of its input and its output beside both.
+    element = numerics.dtype.itemsize + (0 if for_kernels else 8)
+    streams = 2 * limits.rows * config.hc_mult * config.hidden_size * element
+    phases = (
+        _attention(config, limits, element, for_kernels=for_kernels),
+        _selection(config, limits, element, for_kernels=for_kernels),
+        _experts(config, limits, element, for_kernels=for_kernels),
+        _engram(config, limits, element, for_kernels=for_kernels),
+        _head(config, limits, for_kernels=for_kernels),
+    )
+    return int(MARGIN * (streams + _row_numbers(config, limits) + max(phases)))
+
+
+def _row_numbers(c: ModelConfig, limits: StepLimits) -> int:
+    """Index tensors that live all step long: windows, selection, candidates; int64 with masks."""
+    each = 4 * c.sliding_window + 4 * c.index_topk + c.candidate_topk_blocks
+    kept = 2 * limits.seqs * c.sliding_window
+    return 8 * (limits.rows * each + kept)
+
+
+def _attention(c: ModelConfig, limits: StepLimits, element: int, *, for_kernels: bool) -> int:
+    rows, wide = limits.rows, c.num_attention_heads * c.head_dim
+    narrow = 3 * c.hidden_size + 3 * c.q_lora_rank + c.o_groups * c.o_lora_rank
+    window = 2 * (rows + limits.seqs * c.sliding_window) * c.head_dim
+    held = (rows * (3 * wide + narrow) + window) * element
+    if for_kernels:
+        return held
+    keys = rows * (c.sliding_window + c.index_topk) * c.head_dim
+    gathered = max(min(keys, MAX_ATTENDED), (c.sliding_window + c.index_topk) * c.head_dim)
+    largest = wide * max(c.q_lora_rank, c.o_lora_rank)
+    return held + 24 * gathered + 12 * largest
+
+
+def _selection(c: ModelConfig, limits: StepLimits, element: int, *, for_kernels: bool) -> int:
+    ratios = [r for r in c.compress_ratios[: c.num_hidden_layers] if r]
+    if not ratios:
+        return 0
+    columns = max(64, limits.context // min(ratios))
+    queries = 3 * limits.rows * (c.index_n_heads * c.index_head_dim + c.hidden_size) * element
+    if for_kernels:
+        scores = min(limits.rows * columns, max(MAX_SCORES, columns))
+        return queries + 4 * scores
+    per_column = c.index_head_dim + c.index_n_heads
+    scored = min(limits.rows * columns, max(MAX_GATHERED // per_column, columns))
+    return queries + scored * (24 * per_column + 48)
+
+
+def _experts(c: ModelConfig, limits: StepLimits, element: int, *, for_kernels: bool) -> int:
+    routed = limits.rows * c.num_experts_per_tok
+    inner, hidden = c.moe_intermediate_size, c.hidden_size
+    held = (routed + limits.rows) * (2 * hidden + 3 * inner) * element
+    held += limits.rows * (2 * hidden * element + 8 * c.n_routed_experts)
+    return held if for_kernels else held + 2 * 12 * 2 * inner * hidden
+
+
+def _engram(c: ModelConfig, limits: StepLimits, element: int, *, for_kernels: bool) -> int:
+    if not c.engram_layer_ids:
+        return 0
+    columns = (c.engram_max_ngram_size - 1) * c.engram_n_heads * c.engram_head_dim
+    out = (c.hc_mult + 1) * c.hidden_size
+    looked_up = limits.rows * (columns * (16 + 2 * element) + out * element)
+    if for_kernels:
+        return looked_up
+    return looked_up + 12 * columns * out + 20 * limits.rows * c.hc_mult * c.hidden_size
+
+
+def _head(c: ModelConfig, limits: StepLimits, *, for_kernels: bool) -> int:
+    logits = 2 * 4 * limits.seqs * c.vocab_size
+    sampler = 8 * SAMPLER_ARRAYS * min(limits.seqs, SAMPLED_ROWS) * c.vocab_size
+    weight = 0 if for_kernels else 4 * c.vocab_size * c.hidden_size
+    return logits + sampler + weight
+
+
+def require_fits(estimate: MemoryEstimate, free: int, total: int, where: str) -> None:
+    """Raise `ConfigError` unless the estimate fits in `free` bytes of the `total` on `where`.
+
+    The message says what is needed, what is there, and which option to lower.
+    """
+    if estimate.total <= free:
+        return
+    parts = {
+        "weights": estimate.weights, "their copies": estimate.copies, "cache": estimate.cache,
+        "a step's workspace": estimate.workspace,
+    }  # fmt: skip
+    split = ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items())
+    without_cache = estimate.total - estimate.cache
+    advice = "lower kv_cache_memory_gb, max_num_seqs or num_blocks"
+    if without_cache > free:
+        advice = "lower max_num_batched_tokens, or take a model of fewer layers or experts"
+    there = f"{free / GB:.1f} of {total / GB:.1f} GB are free on {where}"
+    raise ConfigError("device memory", f"{estimate.total / GB:.1f} GB",
+                      f"needed ({split}), but {there}; {advice}")  # fmt: skip
+
+
+def require_fits_on(estimate: MemoryEstimate, device: torch.device | str) -> None:
+    """Do `require_fits` for a GPU; on a CPU weights are mapped files and nothing is checked."""
+    on = torch.device(device)
+    if on.type == "cuda":
+        free, total = torch.cuda.mem_get_info(on)
+        require_fits(estimate, free, total, str(device))
