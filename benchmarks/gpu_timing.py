@@ -223,7 +223,7 @@ def start(options: argparse.Namespace) -> tuple[torch.device, dict[str, Any], Ce
     """Print the conditions and measure the ceilings; returns device, document and ceilings."""
     device = torch.device(options.device)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)
     found = conditions(device)
     print(", ".join(f"{key} {value}" for key, value in found.items()))
     ceiling = ceilings(device)

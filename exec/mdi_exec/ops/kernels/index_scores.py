@@ -12,11 +12,11 @@ from torch import Tensor
 
 from mdi_exec.ops.index_scores import Listed, PagedRows
 from mdi_exec.ops.kernels.index_source import INDEX_SOURCE
-from mdi_exec.ops.kernels.jit import Sample, checks_bounds, compiled, has_known_registers
+from mdi_exec.ops.kernels.jit import Sample, by_hand, compiled, has_known_registers
 from mdi_exec.ops.row_pool import RowPool
 
 KEYS = 64  # of one warpgroup
-WARPGROUPS = 2
+WARPGROUPS = 4
 QUERIES = 4  # of one sequence that share a block
 WANTED_BLOCKS = 1024  # several for each multiprocessor; keys are split over blocks to get them
 
@@ -27,7 +27,7 @@ def _key_column(width, j):
     return width // 4 * (j % 8 // 2) + step // 4 * 8 + step % 4 + j % 2 * 4
 
 
-@checks_bounds
+@by_hand("bounds")
 def index_scores_program(heads, width, queries, per_block, list_block, warpgroups, in_registers):
     """scores [rows, columns]: of each row, its first `visible` columns.
 
@@ -188,10 +188,10 @@ def score_entries(
 
 
 SAMPLES = (
-    Sample(index_scores_program, (32, 128, 4, 64, 0, 2, True)),
-    Sample(index_scores_program, (32, 128, 1, 128, 8, 2, True)),
-    Sample(index_scores_program, (32, 128, 4, 128, 0, 2, False)),
-    Sample(index_scores_program, (32, 128, 1, 128, 8, 2, False)),
-    Sample(index_scores_program, (16, 32, 4, 64, 0, 2, True)),
-    Sample(index_scores_program, (16, 32, 1, 128, 8, 2, True)),
+    Sample(index_scores_program, (32, 128, 4, 64, 0, 4, True)),
+    Sample(index_scores_program, (32, 128, 1, 128, 8, 4, True)),
+    Sample(index_scores_program, (32, 128, 4, 128, 0, 4, False)),
+    Sample(index_scores_program, (32, 128, 1, 128, 8, 4, False)),
+    Sample(index_scores_program, (16, 32, 4, 64, 0, 4, True)),
+    Sample(index_scores_program, (16, 32, 1, 128, 8, 4, True)),
 )

@@ -6,11 +6,12 @@ allocates outputs and calls the compiled program on torch's current stream.
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import tilelang
 import torch
 
+F = TypeVar("F", bound=Callable[..., Any])
 ARCHITECTURES = ("sm_90a", "sm_100a")  # H100/H200, B200
 
 
@@ -26,24 +27,35 @@ def has_known_registers() -> bool:
     return _current_architecture() == "sm_90a"
 
 
+_BY_HAND = {
+    "bounds": tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS,
+    "barriers": tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC,
+}
+
+
+def by_hand(*aspects: str) -> Callable[[F], F]:
+    """Mark a builder whose program sees to some aspects itself; the compiler leaves them alone.
+
+    "bounds": no index is ever out of bounds; a check around every gather costs more than the
+    gather. "barriers": warpgroups with roles of their own wait for each other by hand; a barrier
+    put into one role's branch would wait for threads that never come.
+    """
+
+    def mark(builder: F) -> F:
+        builder.by_hand = aspects  # type: ignore[attr-defined]
+        return builder
+
+    return mark
+
+
 def compile_for(architecture: str, sample: Sample) -> Any:
     """Compile a builder's program for an architecture, which need not be at hand."""
-    options = {tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True}
-    checks_bounds = getattr(sample.builder, "checks_bounds", False)
+    options = {_BY_HAND[aspect]: True for aspect in getattr(sample.builder, "by_hand", ())}
     return tilelang.compile(
         sample.builder(*sample.args),
         target={"kind": "cuda", "arch": architecture},
-        pass_configs=options if checks_bounds else None,
+        pass_configs=options,
     )
-
-
-def checks_bounds(builder: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a builder whose program never indexes out of bounds; the compiler adds no checks then.
-
-    It would put one around every gather, which costs more than the gather.
-    """
-    builder.checks_bounds = True  # type: ignore[attr-defined]
-    return builder
 
 
 @cache

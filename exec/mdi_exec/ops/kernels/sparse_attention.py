@@ -11,24 +11,29 @@ import torch
 from torch import Tensor
 
 from mdi_exec.ops.kernels.attention_source import KEY_SOURCE
-from mdi_exec.ops.kernels.jit import Sample, checks_bounds, compiled
+from mdi_exec.ops.kernels.jit import Sample, by_hand, compiled
 from mdi_exec.ops.row_pool import RowPool
 
 KEY_BLOCK = 64
 HEAD_TILE = 64
-LINES = KEY_BLOCK // 16  # lines of a key block that a thread of the third warpgroup helps to fill
+LINES = KEY_BLOCK // 16  # lines of a key block that a gathering thread helps to fill
+THREADS = 384
 FIRST_MAX = -1e30
 LOG2_E = 1.4426950408889634
+KEY_SHIFT = 16  # keys are handled 2^-16 times as large as they are
 
 
-@checks_bounds
+@by_hand("bounds", "barriers")
 def sparse_attention_program(heads, width, window_width, top_k):
     """out [rows, heads, width]; see `sparse_attention` for the inputs."""
     half = width // 2
     window_pairs = -(-window_width // (2 * KEY_BLOCK))
     pairs = window_pairs + -(-top_k // (2 * KEY_BLOCK))
-    scale = width**-0.5 * LOG2_E
+    unit_scale = width**-0.5 * 2.0**KEY_SHIFT
+    scale = unit_scale * LOG2_E
     chunks = width // 8  # of 8 values: 16 bytes of bfloat16
+    units = -(-HEAD_TILE * chunks // THREADS)  # of them for each thread
+    entry_steps = -(-width // 256)
     rows, pool_rows, new_rows = T.dynamic("rows"), T.dynamic("pool_rows"), T.dynamic("new_rows")
 
     @T.macro
@@ -43,21 +48,29 @@ def sparse_attention_program(heads, width, window_width, top_k):
                     right[line, column + part * 8 - half + v] = keys[first + part * 8 + v]
 
     @T.macro
-    def find_rows(row_numbers, t, first, limit, found):
-        """Load the pool rows of this worker's four lines; -1 = none."""
+    def find_rows(row_numbers, t, block, limit, line, found):
+        """Load the pool rows of this thread's four lines in a key block; -1 = none."""
         for i in T.unroll(LINES):
             found[i] = -1
-            if first + i * 16 < limit:
-                found[i] = row_numbers[t, first + i * 16]
+            if block * KEY_BLOCK + line + i * 16 < limit:
+                found[i] = row_numbers[t, block * KEY_BLOCK + line + i * 16]
 
     @T.macro
-    def gather_window(codes, scales, found, worker, line, free, b, parity, left, right):
+    def publish(is_there, is_valid, b, worker, line, ready):
+        """Tell which lines hold a key, and hand the key block over."""
+        if worker == 0:
+            for i in T.unroll(LINES):
+                is_valid[b, line + i * 16] = is_there[i]
+        T.fence_proxy_async()
+        T.barrier_arrive(ready[b])
+
+    @T.macro
+    def gather_window(codes, scales, found, worker, line, left, right):
         """Decode a block of window rows; the scale of a missing row is zero."""
         steps = -(-width // 128)
         raw = T.alloc_local((steps * 16,), "uint8")
         factor = T.alloc_local((steps,), "uint8")
         keys = T.alloc_local((16,), "bfloat16")
-        T.barrier_wait(free[b], parity)
         for i in T.unroll(LINES):
             for step in T.unroll(steps):
                 at = step * 128 + worker * 16
@@ -70,40 +83,35 @@ def sparse_attention_program(heads, width, window_width, top_k):
             for step in T.unroll(steps):
                 if step * 128 + worker * 16 < width:
                     T.call_extern(
-                        "handle", "mdi::window_keys", T.address_of(raw[step * 16]),
+                        "handle", f"mdi::window_keys<{KEY_SHIFT}>", T.address_of(raw[step * 16]),
                         T.address_of(factor[step]), T.address_of(keys[0]),
                     )  # fmt: skip
                     store(keys, 0, 2, line + i * 16, step * 128 + worker * 16, left, right)
 
     @T.macro
-    def gather_entries(codes, scales, found, worker, line, free, b, parity, left, right):
-        """Decode a block of entries; all loads are under way before the block is free."""
-        steps = -(-width // 256)
-        raw = T.alloc_local((LINES * steps * 16,), "uint8")
-        factor = T.alloc_local((LINES * steps * 2,), "uint8")
+    def fetch_entry(codes, scales, found, i, worker, raw, factor):
+        """Start loading one line's entry; the scale of a missing one is zero."""
+        for step in T.unroll(entry_steps):
+            at = step * 256 + worker * 32
+            if at < width:
+                for v in T.vectorized(16):
+                    raw[(i * entry_steps + step) * 16 + v] = codes[T.max(found[i], 0), at // 2 + v]
+                for v in T.vectorized(2):
+                    factor[(i * entry_steps + step) * 2 + v] = T.if_then_else(
+                        found[i] >= 0, scales[T.max(found[i], 0), at // 16 + v], T.cast(0, "uint8")
+                    )
+
+    @T.macro
+    def decode_entry(raw, factor, i, worker, line, left, right):
         keys = T.alloc_local((32,), "bfloat16")
-        for i in T.unroll(LINES):
-            for step in T.unroll(steps):
-                at = step * 256 + worker * 32
-                if at < width:
-                    for v in T.vectorized(16):
-                        raw[(i * steps + step) * 16 + v] = codes[T.max(found[i], 0), at // 2 + v]
-                    for v in T.vectorized(2):
-                        factor[(i * steps + step) * 2 + v] = T.if_then_else(
-                            found[i] >= 0,
-                            scales[T.max(found[i], 0), at // 16 + v],
-                            T.cast(0, "uint8"),
-                        )
-        T.barrier_wait(free[b], parity)
-        for i in T.unroll(LINES):
-            for step in T.unroll(steps):
-                if step * 256 + worker * 32 < width:
-                    T.call_extern(
-                        "handle", "mdi::entry_keys",
-                        T.address_of(raw[(i * steps + step) * 16]),
-                        T.address_of(factor[(i * steps + step) * 2]), T.address_of(keys[0]),
-                    )  # fmt: skip
-                    store(keys, 0, 4, line + i * 16, step * 256 + worker * 32, left, right)
+        for step in T.unroll(entry_steps):
+            if step * 256 + worker * 32 < width:
+                T.call_extern(
+                    "handle", f"mdi::entry_keys<{KEY_SHIFT}>",
+                    T.address_of(raw[(i * entry_steps + step) * 16]),
+                    T.address_of(factor[(i * entry_steps + step) * 2]), T.address_of(keys[0]),
+                )  # fmt: skip
+                store(keys, 0, 4, line + i * 16, step * 256 + worker * 32, left, right)
 
     @T.prim_func
     def kernel(
@@ -117,7 +125,7 @@ def sparse_attention_program(heads, width, window_width, top_k):
         sink: T.Tensor((heads,), "float32"),
         out: T.Tensor((rows, heads, width), "bfloat16"),
     ):
-        with T.Kernel(rows, -(-heads // HEAD_TILE), threads=384) as (t, head_tile):
+        with T.Kernel(rows, -(-heads // HEAD_TILE), threads=THREADS) as (t, head_tile):
             q_left = T.alloc_shared((HEAD_TILE, half), "bfloat16")
             q_right = T.alloc_shared((HEAD_TILE, half), "bfloat16")
             left_0 = T.alloc_shared((KEY_BLOCK, half), "bfloat16")
@@ -136,29 +144,38 @@ def sparse_attention_program(heads, width, window_width, top_k):
             fade = T.alloc_fragment((HEAD_TILE,), "float32")
             total = T.alloc_fragment((HEAD_TILE,), "float32")
             block_total = T.alloc_fragment((HEAD_TILE,), "float32")
-            found = T.alloc_local((LINES,), "int32")
-            piece = T.alloc_local((8,), "bfloat16")
+            pieces = T.alloc_local((units * 8,), "bfloat16")
             turned = T.alloc_local((8,), "bfloat16")
-            q_ready = T.alloc_barrier(arrive_count=384)
+            found = T.alloc_local((LINES,), "int32")
+            is_there = T.alloc_local((LINES,), "int32")
+            is_next = T.alloc_local((LINES,), "int32")
+            raw = T.alloc_local((LINES * entry_steps * 16,), "uint8")
+            factor = T.alloc_local((LINES * entry_steps * 2,), "uint8")
+            q_ready = T.alloc_barrier(arrive_count=THREADS)
             ready = T.alloc_barrier(arrive_count=[128, 128])
             free = T.alloc_barrier(arrive_count=[256, 256])
             chances_ready = T.alloc_barrier(arrive_count=128)
-            chances_free = T.alloc_barrier(arrive_count=128)
+            chances_free = T.alloc_barrier(arrive_count=256)
             T.import_source(KEY_SOURCE)
             tx = T.get_thread_binding()
             head_0 = head_tile * HEAD_TILE
 
-            for step in T.serial(-(-HEAD_TILE * chunks // 384)):
-                unit = step * 384 + tx
+            for step in T.unroll(units):
+                unit = step * THREADS + tx
                 if unit < HEAD_TILE * chunks:
                     if head_0 + unit // chunks < heads:
                         for v in T.vectorized(8):
-                            piece[v] = q[t, head_0 + unit // chunks, unit % chunks * 8 + v]
+                            pieces[step * 8 + v] = q[
+                                t, head_0 + unit // chunks, unit % chunks * 8 + v
+                            ]
                     else:
                         for v in T.vectorized(8):
-                            piece[v] = T.cast(0, "bfloat16")
+                            pieces[step * 8 + v] = T.cast(0, "bfloat16")
+            for step in T.unroll(units):
+                unit = step * THREADS + tx
+                if unit < HEAD_TILE * chunks:
                     for v in T.unroll(8):
-                        turned[v] = piece[v // 2 + v % 2 * 4]
+                        turned[v] = pieces[step * 8 + v // 2 + v % 2 * 4]
                     if unit % chunks * 8 < half:
                         for v in T.vectorized(8):
                             q_left[unit // chunks, unit % chunks * 8 + v] = turned[v]
@@ -204,19 +221,24 @@ def sparse_attention_program(heads, width, window_width, top_k):
                         T.barrier_arrive(chances_ready)
                         for h, d in T.Parallel(HEAD_TILE, half):
                             out_left[h, d] *= fade[h]
+                        T.barrier_wait(chances_ready, b)
                         if b == 0:
                             T.gemm(chances, left_0, out_left)
                         else:
                             T.gemm(chances, left_1, out_left)
+                        T.barrier_arrive(chances_free)
                         T.barrier_arrive(free[b])
                 for h in T.Parallel(HEAD_TILE):
                     if head_0 + h < heads:
-                        total[h] += T.exp2((sink[head_0 + h] - top[h] * (width**-0.5)) * LOG2_E)
-                    total[h] = 1.0 / total[h]
+                        total[h] += T.exp2((sink[head_0 + h] - top[h] * unit_scale) * LOG2_E)
+                    total[h] = 2.0**KEY_SHIFT / total[h]
                     total_shared[h] = total[h]
+                # Not before the last block is consumed: a phase must not overtake a waiting thread.
+                T.barrier_wait(chances_free, 1)
                 T.barrier_arrive(chances_ready)
                 for h, d in T.Parallel(HEAD_TILE, half):
                     out_left[h, d] *= total[h]
+                T.barrier_wait(chances_ready, 0)
                 T.copy(out_left, q_left)
             elif tx < 256:
                 T.set_max_nreg(168, 1)
@@ -241,54 +263,55 @@ def sparse_attention_program(heads, width, window_width, top_k):
                 # All three together must not exceed what the block was launched with, 3 x 168.
                 T.set_max_nreg(96, 0)
                 worker, line = (tx - 256) % 8, (tx - 256) // 8
-                for pair in T.serial(pairs):
+                # A line's next entry is under way while the other lines are decoded.
+                find_rows(entry_rows, t, 0, top_k, line, found)
+                for i in T.unroll(LINES):
+                    fetch_entry(entry_codes, entry_scales, found, i, worker, raw, factor)
+                    is_next[i] = T.if_then_else(found[i] >= 0, 1, 0)
+                for pair in T.serial(window_pairs):
                     for b in T.unroll(2):
-                        if pair < window_pairs:
-                            first = (pair * 2 + b) * KEY_BLOCK + line
-                            find_rows(window_rows, t, first, window_width, found)
-                            if b == 0:
-                                gather_window(
-                                    window_codes, window_scales, found, worker, line,
-                                    free, 0, (pair + 1) % 2, left_0, right_0,
-                                )  # fmt: skip
-                            else:
-                                gather_window(
-                                    window_codes, window_scales, found, worker, line,
-                                    free, 1, (pair + 1) % 2, left_1, right_1,
-                                )  # fmt: skip
+                        find_rows(window_rows, t, pair * 2 + b, window_width, line, found)
+                        T.barrier_wait(free[b], (pair + 1) % 2)
+                        if b == 0:
+                            gather_window(
+                                window_codes, window_scales, found, worker, line, left_0, right_0
+                            )
                         else:
-                            first = ((pair - window_pairs) * 2 + b) * KEY_BLOCK + line
-                            find_rows(entry_rows, t, first, top_k, found)
+                            gather_window(
+                                window_codes, window_scales, found, worker, line, left_1, right_1
+                            )
+                        for i in T.unroll(LINES):
+                            is_there[i] = T.if_then_else(found[i] >= 0, 1, 0)
+                        publish(is_there, is_valid, b, worker, line, ready)
+                find_rows(entry_rows, t, 1, top_k, line, found)
+                for pair in T.serial(pairs - window_pairs):
+                    for b in T.unroll(2):
+                        for i in T.unroll(LINES):
+                            is_there[i] = is_next[i]
+                            is_next[i] = T.if_then_else(found[i] >= 0, 1, 0)
+                        T.barrier_wait(free[b], (window_pairs + pair + 1) % 2)
+                        for i in T.unroll(LINES):
                             if b == 0:
-                                gather_entries(
-                                    entry_codes, entry_scales, found, worker, line,
-                                    free, 0, (pair + 1) % 2, left_0, right_0,
-                                )  # fmt: skip
+                                decode_entry(raw, factor, i, worker, line, left_0, right_0)
                             else:
-                                gather_entries(
-                                    entry_codes, entry_scales, found, worker, line,
-                                    free, 1, (pair + 1) % 2, left_1, right_1,
-                                )  # fmt: skip
-                        if worker == 0:
-                            for i in T.unroll(LINES):
-                                is_valid[b, line + i * 16] = T.if_then_else(found[i] >= 0, 1, 0)
-                        T.fence_proxy_async()
-                        T.barrier_arrive(ready[b])
+                                decode_entry(raw, factor, i, worker, line, left_1, right_1)
+                            fetch_entry(entry_codes, entry_scales, found, i, worker, raw, factor)
+                        find_rows(entry_rows, t, pair * 2 + b + 2, top_k, line, found)
+                        publish(is_there, is_valid, b, worker, line, ready)
             T.sync_threads()
-            for step in T.serial(-(-HEAD_TILE * chunks // 384)):
-                unit = step * 384 + tx
-                if unit < HEAD_TILE * chunks:
-                    if head_0 + unit // chunks < heads:
-                        if unit % chunks * 8 < half:
-                            for v in T.vectorized(8):
-                                turned[v] = q_left[unit // chunks, unit % chunks * 8 + v]
-                        else:
-                            for v in T.vectorized(8):
-                                turned[v] = q_right[unit // chunks, unit % chunks * 8 - half + v]
-                        for v in T.unroll(8):
-                            piece[v // 2 + v % 2 * 4] = turned[v]
+            for step in T.unroll(units):
+                unit = step * THREADS + tx
+                if unit < HEAD_TILE * chunks and head_0 + unit // chunks < heads:
+                    if unit % chunks * 8 < half:
                         for v in T.vectorized(8):
-                            out[t, head_0 + unit // chunks, unit % chunks * 8 + v] = piece[v]
+                            turned[v] = q_left[unit // chunks, unit % chunks * 8 + v]
+                    else:
+                        for v in T.vectorized(8):
+                            turned[v] = q_right[unit // chunks, unit % chunks * 8 - half + v]
+                    for v in T.unroll(8):
+                        pieces[v // 2 + v % 2 * 4] = turned[v]
+                    for v in T.vectorized(8):
+                        out[t, head_0 + unit // chunks, unit % chunks * 8 + v] = pieces[v]
 
     return kernel
 
