@@ -240,7 +240,7 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
         with LLM(directory, **engine) as llm:
             document: dict[str, Any] = {
                 "conditions": conditions(llm.model.device), "model": options.model,
-                "weights_mib": llm.checkpoint.weight_bytes / 2**20, "batch": options.batch,
+                "weights_mib": llm.source.weight_bytes / 2**20, "batch": options.batch,
                 "prompt": options.prompt, "output": options.output, "repeat": options.repeat,
                 "engine": engine,
             }  # fmt: skip

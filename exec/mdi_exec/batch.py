@@ -7,7 +7,7 @@ rows and sequences alone, so decode steps of one size can share a CUDA graph (`g
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +60,8 @@ class HostBatch:
     ) -> "HostBatch":
         """Lay out `items`, whose new tokens stand in `token_ids` one sequence after another.
 
-        Block tables are at least `table_width` wide. `replay_keep_tokens` as in `Batch.build`.
+        Block tables are cut to what k needs and are at least `table_width` wide.
+        `replay_keep_tokens` as in `Batch.build`.
         """
         assert items, "a batch needs at least one sequence"
         columns = np.array([(i.q, i.k, i.slot, i.num_logits, i.prompt_len or i.k) for i in items],
@@ -69,11 +70,12 @@ class HostBatch:
         assert ((q >= 1) & (q <= k)).all(), f"each item needs 1 <= q <= k, got {items}"
         assert (logits <= q).all(), f"num_logits beyond the item's rows: {items}"
         assert len(token_ids) == q.sum(), f"{len(token_ids)} token ids for {q.sum()} rows"
-        width = max(table_width, max(len(i.block_table) for i in items))
+        width = max(table_width, -(-int(k.max()) // BLOCK_TOKENS))
         tables = np.zeros((len(items), width), dtype=np.int32)
         for row, item in enumerate(items):
             assert len(item.block_table) * BLOCK_TOKENS >= item.k, f"block table too short: {item}"
-            tables[row, : len(item.block_table)] = item.block_table
+            num_blocks = -(-item.k // BLOCK_TOKENS)
+            tables[row, :num_blocks] = item.block_table[:num_blocks]
         keep_from = np.maximum(prompt - replay_keep_tokens, 0) if replay_keep_tokens else 0 * prompt
         arrays: dict[str, Array] = {
             "block_tables": tables, "slots": slots,
@@ -185,7 +187,7 @@ class Batch:
         with q = 0, and writes nothing.
         """
         assert self.cut is not None, "this batch has no cut"
-        arrays = dict(self.cut)
+        arrays: dict[str, Any] = dict(self.cut)
         rows = arrays.pop("rows")
         is_image = None if self.is_image is None else self.is_image[rows]
         cut = replace(self, token_ids=self.token_ids[rows], is_image=is_image, cut=None, **arrays)

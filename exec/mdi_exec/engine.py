@@ -11,13 +11,12 @@ import random
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from mdi_exec.errors import EngineStoppedError
-from mdi_exec.recording import Recording
+from mdi_exec.recording import NO_ARRIVAL, LaunchTimes, Recording
 from mdi_exec.request_state import RequestOutput, RequestState
-from mdi_exec.runner import ModelRunner, StepTokens
+from mdi_exec.runner import ModelRunner, Pending, StepTokens
 from mdi_exec.sampling import SamplingParams
 from mdi_exec.tokenizer import Tokenizer
 from mdi_shared.errors import ConfigError
@@ -44,7 +43,7 @@ class _InFlight:
 
     plan: StepPlan
     requests: list[RequestState]
-    future: "Future[StepTokens]"
+    pending: Pending
     tokens: StepTokens | None = None
     awaited_ns: int = 0
 
@@ -52,7 +51,7 @@ class _InFlight:
 class LLMEngine:
     """Serves requests as they come. Not thread-safe but for `add_request` and `abort_request`.
 
-    `recording`, when given, receives every step; it costs a few integers each.
+    `recording`, when given, receives every step; it costs a few numbers each.
     """
 
     def __init__(
@@ -85,6 +84,7 @@ class LLMEngine:
         self._stopped: str | None = None  # why, once it has
         self._start_ns = time.monotonic_ns()
         self._poll_ns = 0
+        self._ingress_ns = NO_ARRIVAL  # how long the newest request waited for that poll
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -215,6 +215,8 @@ class LLMEngine:
             arrived, self._inbox = self._inbox, []
             aborts, self._aborts = self._aborts, []
             self._poll_ns = self.now_ns()  # under the lock: who arrived before it is in `arrived`
+        if arrived:
+            self._ingress_ns = self._poll_ns - max(state.arrival_ns for state in arrived)
         for state in arrived:
             self._by_seq[self._num_submitted] = state
             self._num_submitted += 1
@@ -237,16 +239,18 @@ class LLMEngine:
     def _launch(self, plan: StepPlan) -> int:
         planned_ns = self.now_ns()
         requests = [self._by_seq[seq_id] for seq_id in plan.seq_ids]
-        future, handed_ns = self.runner.launch(plan, requests)
-        self._flights.append(_InFlight(plan, requests, future))
+        pending, handed_ns = self.runner.launch(plan, requests)
+        self._flights.append(_InFlight(plan, requests, pending))
         if self.recording is not None:
-            launched_ns = handed_ns - self._start_ns
-            self.recording.launched(plan, self._poll_ns, planned_ns, launched_ns)
+            times = LaunchTimes(self._poll_ns, planned_ns, handed_ns - self._start_ns,
+                                self.now_ns(), self._ingress_ns)  # fmt: skip
+            self.recording.launched(plan, times)
+            self._ingress_ns = NO_ARRIVAL
         return 1
 
     def _await_step(self) -> StepResult:
         flight = next(flight for flight in self._flights if flight.tokens is None)
-        flight.tokens = flight.future.result()
+        flight.tokens = flight.pending.result()
         flight.awaited_ns = self.now_ns()
         drawn: list[tuple[int, ...]] = [(token,) for token in flight.tokens.token_ids]
         return StepResult((*drawn, ()) if flight.plan.is_partial else tuple(drawn))
@@ -257,9 +261,9 @@ class LLMEngine:
             self._keep(flight, report.outcome)
             if self.recording is not None:
                 assert flight.tokens is not None, "a reported step has been awaited"
-                start = flight.tokens.start_ns - self._start_ns
-                end = flight.tokens.end_ns - self._start_ns
-                self.recording.landed(start, end, flight.awaited_ns, self.now_ns())
+                self.recording.landed(
+                    flight.tokens, self._start_ns, flight.awaited_ns, self.now_ns()
+                )
         for ending in report.ended:
             self._finish(ending, ())
         if self.recording is not None:

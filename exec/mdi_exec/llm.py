@@ -10,15 +10,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 
 from mdi_exec.cache import CacheLayout, DeviceCache
-from mdi_exec.checkpoint import Checkpoint, open_checkpoint
 from mdi_exec.engine import LLMEngine
+from mdi_exec.memory import StepLimits, estimate_memory, require_fits_on
 from mdi_exec.model.shape import shape_of
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.model.weights import ExpansionBudget, Weights
+from mdi_exec.model_source import ModelSource, open_model
 from mdi_exec.numerics import Numerics
 from mdi_exec.options import DEFAULT_KV_CACHE_GB, GB, EngineOptions, scheduler_config, split_options
 from mdi_exec.recording import Recording
@@ -26,8 +28,8 @@ from mdi_exec.request_state import RequestOutput
 from mdi_exec.runner import ModelRunner
 from mdi_exec.sampler import Sampler
 from mdi_exec.sampling import SamplingParams
-from mdi_exec.tokenizer import Tokenizer, compressed_vocab_map
 from mdi_shared.chunking import make_policy
+from mdi_shared.config import SchedulerConfig
 from mdi_shared.errors import ConfigError
 from mdi_shared.hardware import H200
 from mdi_shared.roofline import RooflineCost
@@ -39,44 +41,62 @@ Prompt = str | Sequence[int]
 class LLM:
     """A loaded model and its engine.
 
-    `model` is a checkpoint directory or a hub id. Keyword options are those of `EngineOptions` and
+    `model` is a checkpoint directory, a hub id, or "random:<preset>" for weights made up on the
+    device (`model_source.py`). Keyword options are those of `EngineOptions` and
     `SchedulerConfig`; an unknown one raises `ConfigError` listing them all. Raises
     `CheckpointError` when the checkpoint is not what its config says.
     """
 
     def __init__(self, model: str | Path, **options: object) -> None:
         self.options, scheduler_options = split_options(options)
-        self.checkpoint = open_checkpoint(model, self.options.revision)
-        self.checkpoint.verify()
-        self.config = self.checkpoint.config
-        self.tokenizer = _tokenizer(self.checkpoint)
-        _check_weight_memory(self.checkpoint, self.options)
+        self.source = open_model(model, self.options.device, self.options.revision)
+        self.config, self.tokenizer = self.source.config, self.source.tokenizer
+        _check_weight_memory(self.source, self.options)
         numerics = Numerics(self.options.numerics)
+        layout = CacheLayout(config=self.config, numerics=numerics)
+        self._require_memory(layout, scheduler_options)
         self.model = Transformer(
             self.config,
-            Weights(
-                self.checkpoint,
-                self.options.device,
-                budget=ExpansionBudget(self.options.expanded_weights_bytes),
-            ),
-            token_map=self._token_map(),
+            Weights(self.source.tensors, self.options.device, budget=self._budget()),
+            token_map=self.source.token_map,
             numerics=numerics,
         )
-        layout = CacheLayout(config=self.config, numerics=numerics)
-        self.scheduler_config = scheduler_config(
-            scheduler_options,
-            layout,
-            _kv_bytes(self.options),
-            eos_token_id=self.config.eos_token_id,
-            max_positions=self.config.max_position_embeddings,
-        )
+        self.scheduler_config = self._sized(layout, scheduler_options, _kv_bytes(self.options))
         self.engine = self._engine(layout)
+
+    def _budget(self) -> ExpansionBudget:
+        return ExpansionBudget(self.options.expanded_weights_bytes, self.options.uses_kernels)
+
+    def _sized(
+        self, layout: CacheLayout, options: dict[str, Any], kv_bytes: float
+    ) -> SchedulerConfig:
+        return scheduler_config(
+            options, layout, kv_bytes, eos_token_id=self.config.eos_token_id,
+            max_positions=self.config.max_position_embeddings,
+        )  # fmt: skip
+
+    def _require_memory(self, layout: CacheLayout, options: dict[str, Any]) -> None:
+        """Refuse, before anything is loaded, a model that will not fit on its GPU."""
+        if self.options.device == "cpu":
+            return
+        # A cache sized by what is left fits by itself: here it counts as a small one.
+        is_sized = self.options.gpu_memory_utilization is None
+        kv_bytes = _kv_bytes(self.options) if is_sized else DEFAULT_KV_CACHE_GB * GB
+        config = self._sized(layout, options, kv_bytes)
+        limits = StepLimits(rows=config.token_budget, seqs=config.max_num_seqs,
+                            context=config.max_model_len)  # fmt: skip
+        estimate = estimate_memory(
+            layout, limits, num_blocks=config.num_blocks, num_slots=config.num_slots,
+            copies_limit=self.options.expanded_weights_bytes,
+            for_kernels=self.options.uses_kernels,
+        )  # fmt: skip
+        require_fits_on(estimate, self.options.device)
 
     def _engine(self, layout: CacheLayout) -> LLMEngine:
         config, device = self.scheduler_config, self.options.device
         shape = shape_of(
             self.config,
-            self.checkpoint.directory.name,
+            self.source.name,
             replay_keep_tokens=self.options.replay_keep_tokens,
         )
         cache = DeviceCache(
@@ -86,7 +106,16 @@ class LLM:
             self.config.vocab_size, eos_token_id=self.config.eos_token_id, device=device
         )
         runner = ModelRunner(
-            self.model, cache, sampler, replay_keep_tokens=self.options.replay_keep_tokens
+            self.model,
+            cache,
+            sampler,
+            replay_keep_tokens=self.options.replay_keep_tokens,
+            graph_limits=(
+                (config.max_num_seqs, config.max_model_len)
+                if self.options.use_cuda_graphs
+                else None
+            ),
+            measures_experts=self.options.record is not None,
         )
         recording = None
         if self.options.record is not None:
@@ -102,17 +131,6 @@ class LLM:
             recording=recording,
             seed=self.options.seed,
         )
-
-    def _token_map(self) -> torch.Tensor | None:
-        """Token ids to the compressed ids Engram hashes; None without a tokenizer."""
-        if self.tokenizer is None:
-            return None
-        token_map = compressed_vocab_map(self.tokenizer, self.config.vocab_size)
-        found, wanted = int(token_map.max()) + 1, self.config.engram_compressed_vocab_size
-        if self.config.engram_layer_ids and found != wanted:
-            raise ConfigError("engram_compressed_vocab_size", wanted,
-                              f"the checkpoint's tokenizer gives {found}")  # fmt: skip
-        return token_map
 
     def generate(
         self,
@@ -148,6 +166,13 @@ class LLM:
             yield from self.engine.step()
         self.engine.drain()
         self.save_recording()
+
+    def warm_up(self) -> None:
+        """Capture all decode graphs now, not when the first batch of their size comes.
+
+        Takes a moment per size, and changes nothing else. Does nothing where none are used.
+        """
+        self.engine.runner.warm_up()
 
     def save_recording(self) -> None:
         """Write the run so far to the files `record` names; nothing without it."""
@@ -210,17 +235,12 @@ class LLM:
         return self.tokenizer.encode(prompt)
 
 
-def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
-    file = checkpoint.tokenizer_file
-    return Tokenizer.from_file(file) if file.exists() else None
-
-
-def _check_weight_memory(checkpoint: Checkpoint, options: EngineOptions) -> None:
+def _check_weight_memory(source: ModelSource, options: EngineOptions) -> None:
     limit = options.weight_cache_memory_gb
-    weights = checkpoint.weight_bytes
+    weights = source.weight_bytes
     if limit is not None and weights > limit * GB:
         raise ConfigError("weight_cache_memory_gb", limit,
-                          f"the checkpoint's weights take {weights / GB:.3f} GB")  # fmt: skip
+                          f"the model's weights take {weights / GB:.3f} GB")  # fmt: skip
 
 
 def _kv_bytes(options: EngineOptions) -> float:

@@ -19,6 +19,7 @@ GB = 1e9
 DEFAULT_MAX_MODEL_LEN = 4_096
 DEFAULT_KV_CACHE_GB = 1.0
 DEFAULT_EXPANDED_WEIGHTS_GB = 1.0  # on a CPU, where only reference ops run
+DEFAULT_COPIES_GB = 16.0  # on a GPU: what all dense weights of the released model take, and more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +29,12 @@ class EngineOptions:
     `device` is a torch device name. `numerics` is "quantised" (the released rounding) or "float32".
     KV blocks come from `kv_cache_memory_gb`, or from what `gpu_memory_utilization` of the device's
     memory leaves beside the weights; without either, 1 GB. `weight_cache_memory_gb` refuses to
-    load a model whose weights take more. `expanded_weights_memory_gb` is spent on float32 copies of
-    quantised weights, which make the reference ops faster and change no result; without it, 1 GB
-    on a CPU and none elsewhere. `replay_keep_tokens` > 0 turns bounded replay of the consumer
-    layers on. `seed` makes the seeds of requests that bring none.
+    load a model whose weights take more. `expanded_weights_memory_gb` is spent on unpacked copies of
+    quantised weights, which make products faster and change no result: on a GPU bfloat16 ones of
+    dense weights (16 GB unless given), on a CPU float32 ones of any (1 GB). `replay_keep_tokens` > 0 turns bounded replay of the consumer
+    layers on. `use_cuda_graphs` runs decode steps as captured graphs, one per batch size, captured
+    when first needed; it changes no result, and nothing on a CPU or with float32 numerics. `seed`
+    makes the seeds of requests that bring none.
     """
 
     device: str = "cpu"
@@ -41,6 +44,7 @@ class EngineOptions:
     weight_cache_memory_gb: float | None = None
     expanded_weights_memory_gb: float | None = None
     replay_keep_tokens: int = 0
+    use_cuda_graphs: bool = True
     revision: str | None = None
     seed: int = 0
     record: str | None = None
@@ -71,17 +75,26 @@ class EngineOptions:
             raise ConfigError("replay_keep_tokens", self.replay_keep_tokens, "must be at least 0")
 
     @property
+    def uses_kernels(self) -> bool:
+        """Whether weights are for kernels: the released rounding, on a GPU."""
+        return self.device != "cpu" and self.numerics == Numerics.QUANTISED.value
+
+    @property
     def expanded_weights_bytes(self) -> float:
-        """Bytes for float32 copies of quantised weights."""
-        if self.expanded_weights_memory_gb is None:
-            return DEFAULT_EXPANDED_WEIGHTS_GB * GB if self.device == "cpu" else 0.0
-        return self.expanded_weights_memory_gb * GB
+        """Bytes for unpacked copies of quantised weights."""
+        if self.expanded_weights_memory_gb is not None:
+            return self.expanded_weights_memory_gb * GB
+        if self.uses_kernels:
+            return DEFAULT_COPIES_GB * GB
+        return DEFAULT_EXPANDED_WEIGHTS_GB * GB if self.device == "cpu" else 0.0
 
 
 def _check_numbers(options: EngineOptions) -> None:
     """A size in GB or a share is a number, a count an integer; neither is a string or a bool."""
     for field in fields(options):
         value, declared = getattr(options, field.name), str(field.type)
+        if declared in ("bool", str(bool)) and not isinstance(value, bool):
+            raise ConfigError(field.name, value, "must be true or false")
         if "float" not in declared and "int" not in declared:
             continue
         allowed = (int, float) if "float" in declared else (int,)

@@ -5,12 +5,13 @@ written then, atomically. Read next: `mdi_traces/recorder.py`, docs/trace-format
 """
 
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from mdi_exec.request_state import RequestState
+from mdi_exec.runner import StepTokens
 from mdi_shared.loop import Report
 from mdi_shared.plan import StepPlan
 from mdi_shared.scheduler import Scheduler
@@ -24,6 +25,22 @@ from mdi_traces.schema import Metadata
 from mdi_traces.tables import build_run
 
 NO_PREDICTION = -1
+NO_ARRIVAL = -1
+
+
+class LaunchTimes(NamedTuple):
+    """When a launch's parts were done, ns since the engine started.
+
+    The loop looked for arrivals, a plan was made, the step was handed over, all of its work was
+    with the device. `ingress_ns` is how long the newest arrival had waited by then for that look,
+    NO_ARRIVAL when none had come since the step before.
+    """
+
+    poll_ns: int
+    planned_ns: int
+    launched_ns: int
+    enqueued_ns: int
+    ingress_ns: int
 
 
 class Recording:
@@ -44,14 +61,20 @@ class Recording:
         self._recorder.submitted(len(self._requests))
         self._requests.append(state)
 
-    def launched(self, plan: StepPlan, poll_ns: int, planned_ns: int, launched_ns: int) -> None:
-        """Note a step handed to the device; times are ns since the engine started."""
-        times = (poll_ns, planned_ns, launched_ns, 0, NO_PREDICTION)
-        self._recorder.launched(plan, step_work(self.shape, plan), times)
+    def launched(self, plan: StepPlan, times: LaunchTimes) -> None:
+        """Note a step handed to the device."""
+        own = (times.poll_ns, times.planned_ns, times.launched_ns, 0, NO_PREDICTION)
+        self._recorder.launched(plan, step_work(self.shape, plan), own)
+        self._recorder.hosted(times.ingress_ns, times.enqueued_ns)
 
-    def landed(self, start_ns: int, end_ns: int, awaited_ns: int, done_ns: int) -> None:
-        """Note when a step ran on the device, when the host saw its end, and was done with it."""
+    def landed(self, tokens: StepTokens, run_start_ns: int, awaited_ns: int, done_ns: int) -> None:
+        """Note what a step took, when the host saw its end, and when it was done with it.
+
+        `run_start_ns` is the engine's start on the clock of `tokens`.
+        """
+        start_ns, end_ns = tokens.start_ns - run_start_ns, tokens.end_ns - run_start_ns
         self._recorder.landed(start_ns, end_ns, done_ns, done_ns - awaited_ns)
+        self._recorder.measure(tokens.sample_ns, tokens.graph_size, tokens.moe_imbalance)
 
     def reported(self, report: Report, now_ns: int) -> None:
         """Note what the loop reports."""

@@ -1,60 +1,100 @@
 """Runs step plans on the device: plan in, tokens out, one step after another.
 
-A runner builds each step's batch, runs model and sampler, and hands back a future to wait on. The
-sampled tokens stay on the device too: a decode row whose input token is still in flight takes it
-from the step before (remap, engine-semantics §4.2), so that the next step can be launched before
-this one's tokens have reached the host.
+A runner lays out each step's inputs, starts copy, model and sampler, and hands back something to
+wait on. The sampled tokens stay on the device too: a decode row whose input token is still in
+flight takes it from the step before (remap, engine-semantics §4.2), so that the next step can be
+launched before this one's tokens have reached the host.
 
-It decides nothing. Read next: `engine.py` (the driver), `model/transformer.py`, `sampler.py`.
+On a GPU the engine's thread launches: kernels run later by themselves, and between a step's launch
+and the wait for its tokens the host does not wait for the device. It decides nothing. Read next:
+`engine.py` (the driver), `step_inputs.py`, `step_program.py`, `graphs.py`, `device_clock.py`.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mdi_exec.batch import Batch, BatchItem
+from mdi_exec.batch import Batch
 from mdi_exec.cache import DeviceCache
+from mdi_exec.device_clock import DeviceClock, Mark, clock_of
 from mdi_exec.errors import NumericsError
+from mdi_exec.graphs import DecodeGraphs
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.request_state import Logprobs, RequestState
-from mdi_exec.sampler import Draw, Sampled, Sampler, SamplingRows
+from mdi_exec.sampler import Draw, Sampler
+from mdi_exec.staging import Staging
+from mdi_exec.step_inputs import StepInputs, gather_inputs
+from mdi_exec.step_program import RESULT_COLUMNS, Forwarded, Results, StepProgram
 from mdi_shared.plan import StepPlan
+
+NOT_MEASURED = float("nan")
 
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
     """What a step sampled, on the host: a row per sequence that yields a token, in plan order.
 
-    `start_ns` and `end_ns` bound the device's work on the clock of `time.monotonic_ns`.
+    `start_ns` and `end_ns` bound the device's work on the clock of `time.monotonic_ns`;
+    `sample_ns` of it went into sampling. `graph_size` is the size of the captured graph that ran,
+    0 = none. `moe_imbalance` is the busiest expert's rows over the mean, averaged over layers.
     """
 
     token_ids: list[int]
     logprobs: list[Logprobs]
     start_ns: int
     end_ns: int
+    sample_ns: int = 0
+    graph_size: int = 0
+    moe_imbalance: float = NOT_MEASURED
 
 
-@dataclass(slots=True)
-class _StepInputs:
-    """A step as host integers. `remap` pairs a row of this step with a sample of the last one."""
+class Pending(Protocol):
+    """A launched step."""
 
-    items: list[BatchItem] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    remap: list[tuple[int, int]] = field(default_factory=list)
-    sampled: list[RequestState] = field(default_factory=list)
-    draws: list[Draw] = field(default_factory=list)
+    def result(self) -> StepTokens:
+        """Wait for the step's tokens; raises `NumericsError` when logits are not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step whose work is with the device. `tops` are alternatives, on the host when it is done.
+
+    Marks stand before the model, behind it, and behind the copy of the results. `batch` is None
+    behind a graph, whose memory belongs to the next step by now.
+    """
+
+    inputs: StepInputs
+    batch: Batch | None
+    packed: Tensor
+    tops: tuple[Tensor, Tensor]
+    marks: tuple[Mark, Mark, Mark]
+    handed_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """`Pending` of a step on a GPU: its results are read when asked for."""
+
+    collect: Callable[[], StepTokens]
+
+    def result(self) -> StepTokens:
+        return self.collect()
 
 
 class ModelRunner:
     """Owns the model and its cache; steps run in the order they are launched.
 
     On a CPU a single worker thread stands for the device, so that planning really overlaps it.
-    `on_logits`, for tests and tools, is called in that thread with the step's sampled requests
-    and their float32 logits [m, vocab_size].
+    `graph_limits`, (most sequences, longest context), turns CUDA graphs for decode steps on, where
+    the model can be captured. `on_logits`, for tests and tools, is called with a step's sampled
+    requests and their float32 logits [m, vocab_size], which the next step may overwrite: on a GPU
+    when the step is launched, before the device has computed them.
     """
 
     def __init__(
@@ -64,100 +104,170 @@ class ModelRunner:
         sampler: Sampler,
         *,
         replay_keep_tokens: int = 0,
+        graph_limits: tuple[int, int] | None = None,
+        measures_experts: bool = False,
         on_logits: Callable[[Sequence[RequestState], Tensor], None] | None = None,
     ) -> None:
         self.model = model
-        self.cache = cache
-        self.sampler = sampler
         self.replay_keep_tokens = replay_keep_tokens
         self.on_logits = on_logits
-        self._device = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
-        self._sampled: Tensor | None = None  # tokens the newest finished step drew, on the device
-        self._row_of: dict[int, int] = {}  # sequence id -> its row among them
+        self._program = StepProgram(model, cache, sampler, max_rows=cache.num_slots,
+                                    measures_experts=measures_experts)  # fmt: skip
+        self.graphs: DecodeGraphs | None = None
+        if graph_limits is not None and model.is_capturable:
+            self.graphs = DecodeGraphs(self._program, max_num_seqs=graph_limits[0],
+                                       max_model_len=graph_limits[1])  # fmt: skip
+        self._staging = Staging(model.device)
+        self._is_cuda = model.device.type == "cuda"
+        self._worker = None if self._is_cuda else ThreadPoolExecutor(1, "device")
+        with self._on_device():
+            self._clock: DeviceClock = clock_of(model.device)
+        self._row_of: dict[int, int] = {}  # sequence id -> its row among the newest samples
+        self._last_end_ns = 0
+
+    def warm_up(self) -> None:
+        """Capture all graphs now rather than when a batch of their size comes; waits for it."""
+        if self.graphs is not None:
+            with self._on_device():
+                self.graphs.warm_up()
 
     def close(self) -> None:
         """Finish what is launched and let the worker go."""
-        self._device.shutdown(wait=True)
+        if self._worker is not None:
+            self._worker.shutdown(wait=True)
+        else:
+            torch.cuda.synchronize(self.model.device)
 
-    def launch(
-        self, plan: StepPlan, requests: Sequence[RequestState]
-    ) -> "tuple[Future[StepTokens], int]":
+    def launch(self, plan: StepPlan, requests: Sequence[RequestState]) -> "tuple[Pending, int]":
         """Start a step and return at once; `requests` are its sequences, in plan order.
 
-        Returns what the step will have sampled, and the monotonic time it was handed over. The
-        future raises `NumericsError` when a request's logits are not finite.
+        Returns what the step will have sampled, and the monotonic time it was handed over.
         """
-        inputs = self._gather(plan, requests)
+        if not plan.seq_ids:
+            return self._nothing()
+        shape = None
+        if self.graphs is not None and not plan.is_prefill and max(plan.qs) == 1:
+            shape = self.graphs.shape(len(plan.seq_ids))
+        inputs = gather_inputs(plan, requests, self._row_of, shape=shape,
+                               replay_keep_tokens=self.replay_keep_tokens)  # fmt: skip
+        sampled = [s for i, s in enumerate(plan.seq_ids) if not (
+            plan.is_partial and i == len(plan.seq_ids) - 1)]  # fmt: skip
+        self._row_of = {seq_id: row for row, seq_id in enumerate(sampled)}
         handed_ns = time.monotonic_ns()
-        return self._device.submit(self._run, inputs), handed_ns
+        if self._worker is not None:
+            return self._worker.submit(self._run, inputs, handed_ns), handed_ns
+        with self._on_device():
+            flight = self._start(inputs, handed_ns)
+        return _Waiting(lambda: self._collect(flight)), handed_ns
 
-    def _gather(self, plan: StepPlan, requests: Sequence[RequestState]) -> _StepInputs:
-        """Read everything off the requests now: by the time the step runs they have moved on."""
-        inputs, row_of = _StepInputs(), {}
-        for index, (item, request) in enumerate(zip(plan.items, requests, strict=True)):
-            table = request.block_table
-            del table[item.num_blocks - len(item.new_blocks) :]
-            table += item.new_blocks
-            known = request.tokens[item.k - item.q : item.k]
-            if len(known) < item.q:
-                assert not plan.is_prefill, f"{request.req_id!r}: a prompt token is missing"
-                inputs.remap.append((len(inputs.token_ids), self._row_of[item.seq_id]))
-                known = [0]
-            inputs.token_ids += known
-            full_len = plan.full_lens[index] if plan.is_prefill else item.k
-            inputs.items.append(
-                BatchItem(
-                    item.q, item.k, item.slot, tuple(table), int(item.is_last_chunk), full_len
-                )
-            )
-            if item.is_last_chunk:
-                row_of[item.seq_id] = len(inputs.sampled)
-                inputs.sampled.append(request)
-                # k is also the index of the token being generated (§5.2).
-                inputs.draws.append(Draw(request.params, item.k, item.k - request.prompt_len))
-        self._row_of = row_of
-        return inputs
+    def _nothing(self) -> "tuple[Pending, int]":
+        """A step without rows: it is over at once, but not before its predecessors."""
+        self._row_of = {}
+        now_ns = time.monotonic_ns()
+
+        def collect() -> StepTokens:
+            at_ns = max(now_ns, self._last_end_ns)
+            return StepTokens([], [], at_ns, at_ns)
+
+        return (_Waiting(collect) if self._worker is None else self._worker.submit(collect)), now_ns
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        return torch.cuda.device(self.model.device) if self._is_cuda else nullcontext()
+
+    def _run(self, inputs: StepInputs, handed_ns: int) -> StepTokens:
+        return self._collect(self._start(inputs, handed_ns))
 
     @torch.inference_mode()
-    def _run(self, inputs: _StepInputs) -> StepTokens:
-        start_ns = time.monotonic_ns()
-        if not inputs.items:
-            return StepTokens([], [], start_ns, start_ns)
-        device = self.model.device
-        ids = torch.tensor(inputs.token_ids, dtype=torch.int32, device=device)
-        if inputs.remap:
-            assert self._sampled is not None, "a token is in flight but no step has run"
-            rows, sources = torch.tensor(inputs.remap, device=device).T
-            ids[rows] = self._sampled[sources].to(torch.int32)
-        batch = Batch.build(inputs.items, ids, device, replay_keep_tokens=self.replay_keep_tokens)
-        logits = self.model.forward(batch, self.cache)
+    def _start(self, inputs: StepInputs, handed_ns: int) -> _Flight:
+        """Hand a step's work to the device."""
+        begin = self._clock.mark()
+        if inputs.graph_size:
+            assert self.graphs is not None, "a padded step is for a graph"
+            forwarded = self.graphs.forward(inputs, self._staging)
+            middle = self._clock.mark()
+            self._show_logits(inputs, forwarded)
+            results = self.graphs.sample(inputs)
+        else:
+            tensors = self._staging.upload(inputs.arrays)
+            forwarded = self._program.forward(inputs.host, tensors)
+            middle = self._clock.mark()
+            self._show_logits(inputs, forwarded)
+            results = self._program.sample(forwarded, tensors, inputs.needs)
+        packed, tops = self._to_host(results)
+        marks = (begin, middle, self._clock.mark())
+        batch = None if inputs.graph_size else forwarded.batch
+        return _Flight(inputs, batch, packed, tops, marks, handed_ns)
+
+    def _show_logits(self, inputs: StepInputs, forwarded: Forwarded) -> None:
         if self.on_logits is not None:
-            self.on_logits(inputs.sampled, logits)
-        drawn = self.sampler(logits, SamplingRows.of(inputs.draws, device))
-        self._sampled = drawn.token_ids
-        self._check_finite(logits, inputs, batch)
+            self.on_logits(inputs.requests, forwarded.logits[: len(inputs.requests)])
+
+    def _to_host(self, results: Results) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Start copies of the results into pinned memory of their own."""
+        drawn = results.sampled
+
+        def copy(tensor: Tensor) -> Tensor:
+            if not self._is_cuda:
+                return tensor
+            out = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            return out.copy_(tensor, non_blocking=True)
+
+        if not drawn.top_ids.shape[1]:
+            nothing = torch.empty(0)
+            return copy(results.packed), (nothing, nothing)
+        return copy(results.packed), (copy(drawn.top_ids), copy(drawn.top_logprobs))
+
+    @torch.inference_mode()
+    def _collect(self, flight: _Flight) -> StepTokens:
+        """Wait for a step and read its results."""
+        clock, inputs, count = self._clock, flight.inputs, len(flight.inputs.requests)
+        clock.wait(flight.marks[-1])
+        now_ns = time.monotonic_ns()
+        begin_ns, middle_ns, end_ns = (clock.nanoseconds(mark) for mark in flight.marks)
+        # Device times are placed on the host's clock with an error: keep what must be in order.
+        start_ns = min(max(begin_ns, flight.handed_ns, self._last_end_ns), now_ns)
+        end_ns = min(max(end_ns, start_ns), now_ns)
+        self._last_end_ns = end_ns
+        rows = len(inputs.draws)
+        values = flight.packed[: RESULT_COLUMNS * rows].view(RESULT_COLUMNS, rows)[:, :count]
+        finite = values[2].tolist()
+        if not all(finite):
+            self._fail(flight, finite.index(0))
+        floats = torch.cat((values[1], flight.packed[-1:])).to(torch.int32).view(torch.float32)
+        *logprobs, imbalance = floats.tolist()
+        tokens = values[0].tolist()
         return StepTokens(
-            drawn.token_ids.tolist(), _logprobs(drawn, inputs.draws), start_ns, time.monotonic_ns()
-        )
+            tokens, _logprobs(tokens, logprobs, flight.tops, inputs.draws), start_ns, end_ns,
+            min(max(end_ns - middle_ns, 0), end_ns - start_ns), inputs.graph_size, imbalance,
+        )  # fmt: skip
 
-    def _check_finite(self, logits: Tensor, inputs: _StepInputs, batch: Batch) -> None:
-        """Raise for the first request whose logits hold NaN or infinity, with the part at fault."""
-        broken = ~torch.isfinite(logits).all(dim=1)
-        if not bool(broken.any()):
-            return
-        row = int(broken.nonzero()[0, 0])
-        part = self.model.first_broken_part(batch, self.cache)
-        raise NumericsError(inputs.sampled[row].req_id, part)
+    def _fail(self, flight: _Flight, row: int) -> None:
+        """Raise for a request whose logits hold NaN or infinity, with the part at fault."""
+        with self._on_device():
+            batch = flight.batch or self._batch_again(flight.inputs)
+            part = self.model.first_broken_part(batch, self._program.cache)
+        raise NumericsError(flight.inputs.requests[row].req_id, part)
+
+    def _batch_again(self, inputs: StepInputs) -> Batch:
+        """Lay a graph's decode step out anew, with the tokens that have arrived since."""
+        ids = inputs.host.arrays["token_ids"].copy()
+        for row, (request, draw) in enumerate(zip(inputs.requests, inputs.draws, strict=False)):
+            if draw.position <= len(request.tokens):
+                ids[row] = request.tokens[draw.position - 1]
+        arrays = {**inputs.host.arrays, "token_ids": ids}
+        return Batch.place(inputs.host, self._staging.upload(arrays))
 
 
-def _logprobs(drawn: Sampled, draws: Sequence[Draw]) -> list[Logprobs]:
+def _logprobs(
+    tokens: list[int], logprobs: list[float], tops: tuple[Tensor, Tensor], draws: Sequence[Draw]
+) -> list[Logprobs]:
     """Per row: the drawn token's log-probability and those of as many alternatives as it wants."""
-    chosen = zip(drawn.token_ids.tolist(), drawn.logprobs.tolist(), strict=True)
-    if not drawn.top_ids.shape[1]:
+    chosen = zip(tokens, logprobs, strict=True)
+    if not len(tops[0]):
         return [{token: logprob} for token, logprob in chosen]
-    tops = zip(drawn.top_ids.tolist(), drawn.top_logprobs.tolist(), strict=True)
-    out = []
-    for draw, (token, logprob), (ids, values) in zip(draws, chosen, tops, strict=True):
+    out: list[Logprobs] = []
+    top_rows = zip(tops[0].tolist(), tops[1].tolist(), strict=True)
+    for draw, (token, logprob), (ids, values) in zip(draws, chosen, top_rows, strict=False):
         wanted = draw.params.top_logprobs
         out.append({**dict(zip(ids[:wanted], values[:wanted], strict=True)), token: logprob})
     return out

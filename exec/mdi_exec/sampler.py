@@ -6,16 +6,18 @@ sampler. Log-probabilities and scores are float64. This is not where a request e
 knows EOS and lengths). Read next: `sampling.py` (options), `ops/gumbel.py` (random numbers).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mdi_exec.ops.backend import select
 from mdi_exec.ops.gumbel import FRESH, gumbel_noise, signed
 from mdi_exec.sampling import NO_GOLDEN, SamplingParams
+from mdi_exec.staging import Array, Staging
 from mdi_shared.errors import ConfigError
 
 COLDEST = 1e-5  # a temperature below counts as this one, without filters (§5.1, step 4)
@@ -36,6 +38,24 @@ class Draw(NamedTuple):
     params: SamplingParams
     position: int
     output_index: int
+
+
+class SamplingNeeds(NamedTuple):
+    """What the most demanding of some draws needs: work that none of them needs is left out."""
+
+    has_filters: bool
+    has_noise: bool
+    num_top: int
+
+    @classmethod
+    def of(cls, draws: Sequence[Draw]) -> "SamplingNeeds":
+        params = [draw.params for draw in draws]
+        warm = [p for p in params if p.temperature >= COLDEST]
+        return cls(
+            has_filters=any(p.top_p < 1.0 or p.top_k != NO_TOP_K for p in warm),
+            has_noise=any(p.temperature != 0 for p in params),
+            num_top=max((p.top_logprobs for p in params), default=0),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,30 +80,34 @@ class SamplingRows:
 
     @classmethod
     def of(cls, draws: Sequence[Draw], device: torch.device | str = "cpu") -> "SamplingRows":
-        """Build from one draw per row of logits, in order."""
+        """Build from one draw per row of logits, in order; nothing waits for the device."""
+        return cls.place(Staging(device).upload(cls.columns(draws)), SamplingNeeds.of(draws))
+
+    @staticmethod
+    def columns(draws: Sequence[Draw]) -> dict[str, Array]:
+        """Return the tensors' values as host arrays, by name."""
         params = [draw.params for draw in draws]
-        is_cold = [p.temperature < COLDEST for p in params]
-        top_p = [1.0 if cold else p.top_p for p, cold in zip(params, is_cold, strict=True)]
-        top_k = [NO_TOP_K if cold else p.top_k for p, cold in zip(params, is_cold, strict=True)]
+        temperature = np.array([p.temperature for p in params], dtype=np.float64)
+        is_cold = temperature < COLDEST
+        top_k = np.array([p.top_k for p in params], dtype=np.int64)
+        golden = [d.params.golden_token(d.output_index) for d in draws]
+        bans_eos = [d.params.first_n_token_no_eos > d.output_index for d in draws]
+        return {
+            "seeds": np.array([signed(p.seed) for p in params], dtype=np.int64),
+            "positions": np.array([draw.position for draw in draws], dtype=np.int64),
+            "temperature": np.maximum(temperature, COLDEST),
+            "top_p": np.where(is_cold, 1.0, np.array([p.top_p for p in params], np.float64)),
+            "top_k": np.where(is_cold | (top_k == NO_TOP_K), MOST_RANKS, top_k),
+            "golden_ids": np.array(golden, dtype=np.int64),
+            "is_greedy": temperature == 0,
+            "bans_eos": np.array(bans_eos, dtype=np.bool_),
+        }
 
-        def column(values: Sequence[int | float | bool], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype).to(device)
-
-        return cls(
-            seeds=column([signed(p.seed) for p in params], torch.int64),
-            positions=column([draw.position for draw in draws], torch.int64),
-            temperature=column([max(p.temperature, COLDEST) for p in params], torch.float64),
-            top_p=column(top_p, torch.float64),
-            top_k=column([MOST_RANKS if k == NO_TOP_K else k for k in top_k], torch.int64),
-            golden_ids=column([d.params.golden_token(d.output_index) for d in draws], torch.int64),
-            is_greedy=column([p.temperature == 0 for p in params], torch.bool),
-            bans_eos=column(
-                [d.params.first_n_token_no_eos > d.output_index for d in draws], torch.bool
-            ),
-            has_filters=any(p < 1.0 for p in top_p) or any(k != NO_TOP_K for k in top_k),
-            has_noise=any(p.temperature != 0 for p in params),
-            num_top=max((p.top_logprobs for p in params), default=0),
-        )
+    @classmethod
+    def place(cls, tensors: Mapping[str, Tensor], needs: SamplingNeeds) -> "SamplingRows":
+        """Build from what `columns` gave, by now on a device."""
+        values: dict[str, Any] = {**tensors, **needs._asdict()}
+        return cls(**values)
 
     def part(self, start: int, stop: int) -> "SamplingRows":
         """Return rows start .. stop-1, with the whole batch's needs."""
@@ -107,6 +131,13 @@ class Sampled(NamedTuple):
     top_logprobs: Tensor
 
 
+class Bans(NamedTuple):
+    """Tokens never drawn: is_banned bool [vocab_size], and EOS in rows that ban it."""
+
+    is_banned: Tensor
+    eos_token_id: int
+
+
 class Sampler:
     """Samples rows of logits; `blacklist` token ids are never chosen (golden tokens excepted)."""
 
@@ -121,43 +152,62 @@ class Sampler:
         if len(banned) >= vocab_size:
             raise ConfigError("blacklist", tuple(blacklist), "must leave a token besides EOS")
         self.vocab_size = vocab_size
-        self.eos_token_id = eos_token_id
-        self.blacklist = torch.tensor(sorted(set(blacklist)), dtype=torch.int64).to(device)
+        is_banned = torch.zeros(vocab_size, dtype=torch.bool)
+        is_banned[sorted(set(blacklist))] = True
+        self.bans = Bans(is_banned.to(device), eos_token_id)
 
     @torch.inference_mode()
     def __call__(self, logits: Tensor, rows: SamplingRows) -> Sampled:
         """Sample logits float32 [n, vocab_size], one draw a row; logits are left as they are."""
         count = rows.seeds.shape[0]
         assert logits.shape == (count, self.vocab_size), f"{count} draws, logits {logits.shape}"
-        parts = [
-            self._sample(logits[i : i + ROWS_AT_ONCE], rows.part(i, i + ROWS_AT_ONCE))
-            for i in range(0, max(count, 1), ROWS_AT_ONCE)
-        ]
-        return Sampled(*map(torch.cat, zip(*parts, strict=True)))
+        return sample(logits, rows, self.bans)
 
-    def _sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
-        allowed = self._ban(logits, rows)
-        logprobs = filtered_logprobs(allowed, rows)
-        token_ids = allowed.argmax(dim=1)
-        if rows.has_noise:
-            noise = gumbel_noise(rows.seeds, rows.positions, FRESH, self.vocab_size)
-            scores = (logprobs + noise).masked_fill(logprobs == -torch.inf, -torch.inf)
-            token_ids = torch.where(rows.is_greedy, token_ids, scores.argmax(dim=1))
-        token_ids = torch.where(rows.golden_ids == NO_GOLDEN, token_ids, rows.golden_ids)
-        top_ids = token_ids.new_empty((len(token_ids), 0))
-        if rows.num_top:
-            order = torch.sort(logprobs, dim=1, descending=True, stable=True).indices
-            top_ids = order[:, : rows.num_top]
-        reported = logprobs.clamp(min=FILTERED_LOGPROB).to(torch.float32)
-        drawn = reported.gather(1, token_ids.unsqueeze(1)).squeeze(1)
-        return Sampled(token_ids, drawn, top_ids, reported.gather(1, top_ids))
 
-    def _ban(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        allowed = logits.clone()
-        allowed[:, self.blacklist] = -torch.inf
-        eos = allowed[:, self.eos_token_id]
-        allowed[:, self.eos_token_id] = eos.masked_fill(rows.bans_eos, -torch.inf)
-        return allowed
+def sample_ref(logits: Tensor, rows: SamplingRows, bans: Bans) -> Sampled:
+    parts = [
+        _sample(logits[i : i + ROWS_AT_ONCE], rows.part(i, i + ROWS_AT_ONCE), bans)
+        for i in range(0, max(logits.shape[0], 1), ROWS_AT_ONCE)
+    ]
+    return Sampled(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def sample(logits: Tensor, rows: SamplingRows, bans: Bans) -> Sampled:
+    """Draw a token for each row of float32 logits; nothing waits for the device.
+
+    The kernel serves rows without filters and alternatives; others run on the reference.
+    """
+    is_plain = not rows.has_filters and not rows.num_top
+    run = select(
+        logits, ref=sample_ref, kernel="sampler.sample_plain" if is_plain else None,
+        dtypes=(torch.float32,),
+    )  # fmt: skip
+    return run(logits, rows, bans)
+
+
+def _sample(logits: Tensor, rows: SamplingRows, bans: Bans) -> Sampled:
+    allowed = _ban(logits, rows, bans)
+    logprobs = filtered_logprobs(allowed, rows)
+    token_ids = allowed.argmax(dim=1)
+    if rows.has_noise:
+        noise = gumbel_noise(rows.seeds, rows.positions, FRESH, logits.shape[1])
+        scores = (logprobs + noise).masked_fill(logprobs == -torch.inf, -torch.inf)
+        token_ids = torch.where(rows.is_greedy, token_ids, scores.argmax(dim=1))
+    token_ids = torch.where(rows.golden_ids == NO_GOLDEN, token_ids, rows.golden_ids)
+    top_ids = token_ids.new_empty((len(token_ids), 0))
+    if rows.num_top:
+        order = torch.sort(logprobs, dim=1, descending=True, stable=True).indices
+        top_ids = order[:, : rows.num_top]
+    reported = logprobs.clamp(min=FILTERED_LOGPROB).to(torch.float32)
+    drawn = reported.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+    return Sampled(token_ids, drawn, top_ids, reported.gather(1, top_ids))
+
+
+def _ban(logits: Tensor, rows: SamplingRows, bans: Bans) -> Tensor:
+    allowed = logits.masked_fill(bans.is_banned, -torch.inf)
+    eos = allowed[:, bans.eos_token_id]
+    allowed[:, bans.eos_token_id] = eos.masked_fill(rows.bans_eos, -torch.inf)
+    return allowed
 
 
 def filtered_logprobs_ref(logits: Tensor, rows: SamplingRows) -> Tensor:

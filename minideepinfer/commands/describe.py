@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 LENGTHS = ("prompt_len", "output_len", "cached_len")
 PERCENTILES = (50, 90, 99)
 NS_PER_S = 1e9
+# In the order of a step's life; the device's three run beside the host's.
+STEP_TIMES = (
+    "ingress_ms", "cpu_sched_ms", "cpu_prep_ms", "cpu_launch_ms", "gap_ms", "fwd_ms", "sample_ms",
+    "cpu_proc_ms",
+)  # fmt: skip
 
 
 def origin(metadata: "Metadata") -> dict[str, Any]:
@@ -91,6 +96,28 @@ def head_rows(table: "pa.Table", count: int) -> list[dict[str, Any]]:
         {name: v for name, v in row.items() if v is not None and v == v}  # NaN is not itself
         for row in rows
     ]
+
+
+def step_times(steps: "pa.Table") -> dict[str, dict[str, float]]:
+    """Return the median of each time of a real run's steps, ms, by kind of step.
+
+    Empty for a run without host times: a simulated one, or one of an older schema.
+    """
+    import numpy as np
+
+    from mdi_traces.columns import codes, floats
+
+    if steps["cpu_prep_ms"].null_count == len(steps):
+        return {}
+    kind_of, kinds = codes(steps["kind"])
+    times = {name: floats(steps[name]) for name in STEP_TIMES}
+    found = {}
+    for code, kind in enumerate(kinds):
+        mine = {
+            name: values[(kind_of == code) & ~np.isnan(values)] for name, values in times.items()
+        }
+        found[kind] = {name: float(np.median(v)) for name, v in mine.items() if len(v)}
+    return {kind: medians for kind, medians in found.items() if medians}
 
 
 def slowest_steps(steps: "pa.Table", count: int) -> list[dict[str, Any]]:

@@ -14,11 +14,13 @@ import typer
 
 from mdi_shared.errors import ConfigError
 from minideepinfer.commands.describe import (
+    STEP_TIMES,
     columns,
     head_rows,
     origin,
     request_statistics,
     slowest_steps,
+    step_times,
 )
 from minideepinfer.commands.files import is_run, read_requests, read_run
 from minideepinfer.commands.screen import facts_table, show_json, show_table
@@ -73,6 +75,7 @@ def _show_run(run: "Run", path: Path, head: int, json: bool) -> None:
         "table": "run",
         "rows": {name: len(table) for name, table in tables.items() if table is not None},
         "origin": origin(run.metadata),
+        "step_times_ms": step_times(run.steps_table),
         "slowest_steps": slowest_steps(run.steps_table, SLOWEST),
         "head": head_rows(run.steps_table, head),
     }
@@ -83,6 +86,7 @@ def _show_run(run: "Run", path: Path, head: int, json: bool) -> None:
         *_origin_tables(facts),
         "",
         summary.table(),
+        *_time_tables(facts["step_times_ms"]),
         "",
         _rows_table("Slowest steps", facts["slowest_steps"]),
         *_head_tables(facts),
@@ -113,6 +117,18 @@ def _origin_tables(facts: Mapping[str, Any]) -> list["RenderableType"]:
     size = ", ".join(f"{count:,} {name}" for name, count in counts.items())
     known = [(name, _text(value)) for name, value in facts["origin"].items()]
     return [facts_table(f"{facts['path']}: {size}", known)]
+
+
+def _time_tables(times: Mapping[str, Mapping[str, float]]) -> list["RenderableType"]:
+    """Return where a step's time goes, host and device side by side; nothing for a simulation."""
+    from mdi_analysis.report import make_table, number
+
+    if not times:
+        return []
+    names = [name.removesuffix("_ms") for name in STEP_TIMES]
+    rows = [(kind, *(number(medians.get(name)) for name in STEP_TIMES))
+            for kind, medians in times.items()]  # fmt: skip
+    return ["", make_table("Medians of a step's times, ms", ("kind", *names), rows)]
 
 
 def _head_tables(facts: Mapping[str, Any]) -> list["RenderableType"]:

@@ -69,6 +69,10 @@ def test_record_check_retrace_and_replay(checkpoint, capsys, tmp_path):
     assert json.loads(capsys.readouterr().out)["summary"]["requests"]["completed"] == 8
     assert run_command(["check", str(real)]) == 0
     capsys.readouterr()
+    assert run_command(["show", str(real), "--json"]) == 0
+    times = json.loads(capsys.readouterr().out)["step_times_ms"]
+    assert {"cpu_sched_ms", "cpu_prep_ms", "cpu_launch_ms", "fwd_ms"} <= set(times["decode"])
+    assert times["prefill"]["ingress_ms"] > 0
     assert run_command(["retrace", str(real), "--json", "--out", str(tmp_path / "sim")]) == 0
     assert json.loads(capsys.readouterr().out)["plans"]["identical"] is True
     assert (tmp_path / "sim.requests.parquet").exists()

@@ -132,7 +132,7 @@ def test_draft_layers_are_ordinary_layers(tiny_config, tiny_tensors):
 
 def test_weights_keep_their_stored_formats(exact):
     layer = exact.model.layers[0]
-    assert layer.moe.w1.codes.dtype == torch.int8
+    assert layer.moe.w13.codes.dtype == torch.int8
     assert layer.attention.wq_a.weight.codes.dtype == torch.float8_e4m3fn
     assert layer.attention.wq_a.weight.scales.dtype == torch.float8_e8m0fnu
     assert exact.model.embed.dtype == torch.bfloat16

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-import mdi_exec.model.hyper_connections as model_hc
+import mdi_exec.ops.hyper_connections as hc_ops
 from mdi_exec.batch import Batch, BatchItem
 from mdi_exec.llm import LLM
 from mdi_exec.numerics import Numerics
@@ -54,7 +54,7 @@ class Run:
             expected = torch.cat((file["prefill_last"].unsqueeze(0), file["decode_logits"]))
             for index in range(self.steps + 1):
                 for row in self.rows[length, length + index]:
-                    found.append(row)
+                    found.append(row.cpu())
                     wanted.append(expected[index])
                     gaps.append(expected[index].topk(2).values.diff().abs())
         return torch.stack(found), torch.stack(wanted), torch.cat(gaps)
@@ -201,7 +201,7 @@ def test_a_last_bit_moves_logits_as_far_as_the_golden_ones_are(one_batch, files,
     Its logits are then about as far from ours as the golden ones, which were summed in yet another
     order. So the distance is not a difference in structure, and no bound below it can be met.
     """
-    monkeypatch.setattr(model_hc, "hc_mixes", hc_mixes_in_float64)
+    monkeypatch.setattr(hc_ops, "hc_mixes_ref", hc_mixes_in_float64)
     few = {length: files[Numerics.QUANTISED][length] for length in (37, 129, 300)}
     other = Run(Numerics.QUANTISED, few, steps=FEW_STEPS)
     found, wanted, _ = other.rows_beside_golden()

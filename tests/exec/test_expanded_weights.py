@@ -44,7 +44,7 @@ def test_the_budget_is_spent_to_the_byte_and_never_exceeded(load):
     assert all(w.values is not None for w in weights_of(full))
     everything = sum(w.values.nbytes for w in weights_of(full))
     assert left.left_bytes == PLENTY - everything
-    assert all(w.values.nbytes == w.expanded_bytes for w in weights_of(full))
+    assert all(w.values.nbytes == 4 * w.num_values for w in weights_of(full))
     half, left = load(everything / 2)
     kept = [w.values.nbytes for w in weights_of(half) if w.values is not None]
     assert 0 < sum(kept) <= everything / 2

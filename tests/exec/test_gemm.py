@@ -13,6 +13,7 @@ from mdi_exec.ops.gemm import (
     quantised_gemm,
 )
 from mdi_exec.ops.quantise import quantise_activation
+from mdi_exec.ops.routing import group_rows
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -71,7 +72,9 @@ def test_expert_gemm_multiplies_each_row_by_its_expert(golden):
         torch.stack(turned[0]).view(torch.int8), torch.stack(turned[1]).view(torch.float8_e8m0fnu)
     )
     x = quantise_activation(normal(7, 128).to(torch.bfloat16))
-    found = expert_gemm(x, stacked, torch.tensor([3, 0, 4]))
+    found = expert_gemm(
+        x, stacked, group_rows(torch.tensor([0, 0, 0, 2, 2, 2, 2]).view(7, 1), 3, 16), 16
+    )
     first = quantised_gemm(x.rows(slice(0, 3)), stacked.expert(0))
     last = quantised_gemm(x.rows(slice(3, 7)), stacked.expert(2))
     assert torch.equal(found, torch.cat((first, last)))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from mdi_exec.batch import Batch, BatchItem
 from mdi_exec.cache import DeviceCache
@@ -67,12 +68,14 @@ class Replay:
         streams, read, a_in = given("h_in"), given("pre_mix_in"), given("attn.in")
         config, rows = self.model.config, self.golden["rows"].long()
         found["attn.in"] = layer.attn_norm(hc_read(streams, read))
-        found["hc_attn.raw"] = hc_mixes(streams, layer.hc_attn.projection, config.rms_norm_eps)
+        found["hc_attn.raw"] = hc_mixes(
+            streams, layer.hc_attn.projection.weight, config.rms_norm_eps
+        )
         c = layer.hc_attn(streams)
         found |= {"hc_attn.pre": c.read, "hc_attn.post": c.write, "hc_attn.comb": c.mix}
         self.entries(layer, a_in, ctx, found)
         qr = layer.attention.q_norm(layer.attention.wq_a(quantise_activation(a_in)))
-        found["attn.out"] = layer.attention(a_in, ctx)
+        found["attn.out"] = layer.attention(a_in, quantise_activation(a_in), ctx)
         if layer.attention.indexer is not None:
             self.selection(layer, qr, a_in, ctx, found)
         ring = ctx.cache.windows[layer.plan.index]
@@ -88,13 +91,13 @@ class Replay:
         found |= {"attn.qr": qr, "attn.q": q}
         if prefix + "ffn.in" in self.golden:
             f_in = given("ffn.in")
-            routing = layer.moe.router(f_in, None)
+            experts, weights = layer.moe.router(f_in, None)
             by_expert = torch.zeros(len(f_in), layer.moe.num_experts)
             found |= {
-                "ffn.out": layer.moe(f_in),
-                "ffn.router_scores": layer.moe.router.scores(f_in),
-                "ffn.router_ids": routing.experts,
-                "ffn.router_weights": by_expert.scatter(1, *routing),
+                "ffn.out": layer.moe(f_in, quantise_activation(f_in), ctx),
+                "ffn.router_scores": softplus(layer.moe.router.gate.float32(f_in)).sqrt(),
+                "ffn.router_ids": experts,
+                "ffn.router_weights": by_expert.scatter(1, experts.to(torch.int64), weights),
             }
         if prefix + "h_mid" in self.golden:
             self.writes(layer, given, rows if ctx.batch.num_rows == PROMPT else [0], found)
@@ -107,7 +110,8 @@ class Replay:
         layer.attention.index_keys(latents, ctx)
         count = ctx.batch.max_k // layer.plan.ratio
         shown = torch.arange(count)[-4 if ctx.batch.num_rows == 1 else 0 :]
-        pool_rows = ctx.entry_rows(torch.zeros(1, dtype=torch.int64), shown, layer.plan.ratio)
+        pages = ctx.pages(layer.plan.ratio).part(slice(1))
+        pool_rows = pages.entry_rows(shown.unsqueeze(0)).squeeze(0)
         found["cmp.latent"] = latents.values[latents.groups.is_complete]
         found["cmp.entries"] = ctx.cache.entries[layer.plan.index].gather(pool_rows)
         found["idx.keys"] = ctx.cache.keys[layer.plan.index].gather(pool_rows)
@@ -118,9 +122,9 @@ class Replay:
     def selection(self, layer: Layer, qr, a_in: Tensor, ctx: StepContext, found: Tensors) -> None:
         indexer = layer.attention.indexer
         queries = indexer.queries(quantise_activation(qr), ctx)
-        scores, _, is_visible = indexer.scores(
-            queries, indexer.head_weights(a_in), slice(None), ctx
-        )
+        pages, listed = ctx.pages(layer.plan.ratio), indexer.listed(ctx, slice(None))
+        scores = indexer.scores(queries, indexer.head_weights(a_in), pages, listed, ctx)
+        is_visible = torch.arange(scores.shape[1]) < pages.visible.unsqueeze(1)
         if layer.plan.is_candidate_source:
             num_blocks = -(-ctx.batch.max_k // 8)
             kept = (ctx.candidates.unsqueeze(2) == torch.arange(num_blocks)).any(dim=1)
@@ -149,7 +153,7 @@ class Replay:
         c = layer.hc_ffn(middle)
         found["h_out"] = hc_write(middle, given("ffn.out")[rows], c)
         found["ffn.in"] = layer.ffn_norm(hc_read(middle, read))
-        mixes = hc_mixes(middle, layer.hc_ffn.projection, self.model.config.rms_norm_eps)
+        mixes = hc_mixes(middle, layer.hc_ffn.projection.weight, self.model.config.rms_norm_eps)
         found |= {
             "hc_ffn.raw": mixes,
             "hc_ffn.pre": c.read,

@@ -22,14 +22,21 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def pool_of(keys):
+    """A pool of unrounded rows."""
+    pool = RowPool(window_format(keys.shape[1], Numerics.FLOAT32), len(keys), keys.device)
+    pool.write(torch.arange(len(keys)), pool.encode(keys.float()))
+    return pool
+
+
 def test_sparse_attention_matches_golden(golden):
     tensors = golden("quant/kernels")
     q, kv, rows = tensors["q"][0], tensors["kv"][0], tensors["idx"][0].long()
-    found = sparse_attention(q, kv, rows, tensors["sink"])
+    found = sparse_attention(q, pool_of(kv), rows, tensors["sink"])
     error = (found.float() - tensors["out"][0].float()).abs()
     assert error.max() < ATTENTION_MAX_ABS
     assert error.mean() < ATTENTION_MEAN_ABS
-    exact = sparse_attention(q.float(), kv.float(), rows, tensors["sink"])
+    exact = sparse_attention(q.float(), pool_of(kv), rows, tensors["sink"])
     torch.testing.assert_close(exact, tensors["out_exact_f32"][0], rtol=0, atol=1e-5)
 
 
@@ -47,8 +54,10 @@ def test_attention_reads_entries_from_their_pool():
     window_rows = torch.arange(64).expand(3, -1)
     everything = torch.cat((keys, keys))
     both = torch.cat((window_rows, window_rows + 64), dim=1)
-    split = sparse_attention(q, keys, window_rows, sink, entries=pool, entry_rows=window_rows)
-    assert torch.equal(split, sparse_attention(q, everything, both, sink))
+    split = sparse_attention(
+        q, pool_of(keys), window_rows, sink, entries=pool, entry_rows=window_rows
+    )
+    assert torch.equal(split, sparse_attention(q, pool_of(everything), both, sink))
 
 
 def test_hyper_connection_split_matches_golden(golden):

@@ -8,9 +8,16 @@ from mdi_shared.errors import TraceError
 from mdi_traces import io
 from mdi_traces.formats import load_requests
 from mdi_traces.io import read_table, write_csv, write_jsonl, write_parquet
-from mdi_traces.schema import METADATA_KEY, REQUEST_SCHEMA, Metadata
+from mdi_traces.schema import (
+    ADDED_COLUMNS,
+    METADATA_KEY,
+    REQUEST_SCHEMA,
+    SCHEMA_VERSION,
+    STEP_SCHEMA,
+    Metadata,
+)
 
-from .conftest import trace_of
+from .conftest import make_run, trace_of
 
 META = Metadata(table="requests", source="import", licence="MIT", hash_block_size=16)
 WRITERS = [write_parquet, write_jsonl, write_csv]
@@ -136,8 +143,8 @@ def test_wrong_kind_newer_schema_and_foreign_file(table, tmp_path):
     write_parquet(path, table, META)
     with pytest.raises(TraceError, match="holds a requests table, but a steps table is wanted"):
         read_table(path, "steps")
-    _write_raw(path, table, META.to_json().replace('"schema_version": 1', '"schema_version": 9'))
-    with pytest.raises(TraceError, match="schema version 9 is newer than 1"):
+    _write_raw(path, table, META.to_json().replace('"schema_version": 2', '"schema_version": 9'))
+    with pytest.raises(TraceError, match="schema version 9 is newer than 2"):
         read_table(path, "requests")
     _write_raw(path, table, None)
     with pytest.raises(TraceError, match="no mini-deepinfer metadata"):
@@ -165,3 +172,19 @@ def test_null_in_a_required_column(table, tmp_path):
     _write_raw(tmp_path / "t.parquet", table.set_column(index, "prompt_len", nulls), META.to_json())
     with pytest.raises(TraceError, match="row 2, column 'prompt_len': null is not allowed"):
         read_table(tmp_path / "t.parquet", "requests")
+
+
+def test_a_run_of_the_first_schema_is_read_as_one_of_todays(tmp_path):
+    steps = make_run().steps_table
+    meta = Metadata(table="steps", source="runtime", schema_version=1)
+    old = steps.drop_columns(list(ADDED_COLUMNS["steps"]))
+    path = tmp_path / "old.steps.parquet"
+    _write_raw(path, old, meta.to_json())
+    found, metadata = read_table(path, "steps")
+    assert found.schema.equals(STEP_SCHEMA)
+    assert found.select(old.column_names).equals(old)
+    assert all(found[name].null_count == len(found) for name in ADDED_COLUMNS["steps"])
+    assert metadata.schema_version == SCHEMA_VERSION
+    _write_raw(path, old, meta.to_json().replace('"schema_version": 1', '"schema_version": 2'))
+    with pytest.raises(TraceError, match="column 'ingress_ms': missing from the steps table"):
+        read_table(path, "steps")

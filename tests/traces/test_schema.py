@@ -8,6 +8,7 @@ import pytest
 
 from mdi_shared.errors import TraceError
 from mdi_traces.schema import (
+    ADDED_COLUMNS,
     OUTPUT_COLUMNS,
     REQUEST_SCHEMA,
     SCHEMA_VERSION,
@@ -44,7 +45,7 @@ def test_what_a_run_adds_is_nullable_and_the_rest_of_an_input_is_not():
     }  # fmt: skip
     assert required.isdisjoint(OUTPUT_COLUMNS)
     assert OUTPUT_COLUMNS[0] == "t_submit"
-    assert not any(f.nullable for f in STEP_SCHEMA)
+    assert {f.name for f in STEP_SCHEMA if f.nullable} == set(ADDED_COLUMNS["steps"])
 
 
 def test_metadata_round_trip():
@@ -58,7 +59,7 @@ def test_metadata_round_trip():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema_version": SCHEMA_VERSION + 1}, "newer than 1, the newest this version reads"),
+        ({"schema_version": SCHEMA_VERSION + 1}, "newer than 2, the newest this version reads"),
         ({"schema_version": None}, "no schema_version"),
         ({"schema_version": 0}, "schema version 0"),
         ({"clock": "sundial"}, "clock = 'sundial'; allowed: virtual, monotonic, none"),

@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,7 +22,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mdi_shared.errors import TraceError
-from mdi_traces.schema import METADATA_KEY, SCHEMAS, Metadata, type_name
+from mdi_traces.schema import (
+    ADDED_COLUMNS,
+    METADATA_KEY,
+    SCHEMA_VERSION,
+    SCHEMAS,
+    Metadata,
+    type_name,
+)
 
 
 @contextmanager
@@ -103,6 +111,7 @@ def _cell(value: object) -> object:
 def read_table(path: str | os.PathLike[str], kind: str) -> tuple[pa.Table, Metadata]:
     """Read a Parquet table of `kind` (steps, items or requests) in the schema's column order.
 
+    A file of an older schema comes back as one of today's: columns it could not have are null.
     Raises `TraceError` when the file is not there, cut off or damaged, holds another kind of
     table, comes from a newer schema, or has a column missing, unknown, of another type, or null
     where a value is required.
@@ -115,8 +124,18 @@ def read_table(path: str | os.PathLike[str], kind: str) -> tuple[pa.Table, Metad
     metadata = Metadata.from_json(document, file)
     if metadata.table != kind:
         raise TraceError(file, f"holds a {metadata.table} table, but a {kind} table is wanted")
+    table = _with_added_columns(table, kind, metadata.schema_version)
     require_schema(table, kind, file)
+    metadata = replace(metadata, schema_version=SCHEMA_VERSION)
     return table.select(SCHEMAS[kind].names).cast(SCHEMAS[kind]), metadata
+
+
+def _with_added_columns(table: pa.Table, kind: str, version: int) -> pa.Table:
+    for name, since in ADDED_COLUMNS.get(kind, {}).items():
+        if version < since and name not in table.column_names:
+            field = SCHEMAS[kind].field(name)
+            table = table.append_column(field, pa.nulls(len(table), field.type))
+    return table
 
 
 def read_parquet(path: str | os.PathLike[str]) -> pa.Table:

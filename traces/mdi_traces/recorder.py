@@ -23,6 +23,9 @@ BATCH_FIELDS = (
 ITEM_FIELDS = ("seq_id", "q", "k")
 LAUNCH_FIELDS = ("t_sched", "t_planned", "t_launch", "wait_ns", "pred_ns")
 DEVICE_FIELDS = ("t_dev_start", "t_dev_end", "t_done", "process_ns")
+# Only a real run has these two: its host's times at launch, and what its device measured.
+HOST_FIELDS = ("ingress_ns", "t_enqueued")
+MEASURED_FIELDS = ("sample_ns", "graph_size", "moe_imbalance")
 OUTCOME_FIELDS = ("n_waiting", "n_running", "n_dropped", "n_accepted")
 POOL_FIELDS = ("free_blocks", "free_slots")
 REQUEST_FIELDS = (
@@ -66,6 +69,8 @@ class RankRecorder:
         self.launches = array("q")
         self.works = array("q")
         self.devices = array("q")
+        self.hosts = array("q")  # empty in a simulated run
+        self.measured = array("d")  # likewise
         self.outcomes = array("q")
         self.pools = array("q")
         self.dropped = array("q")  # pairs (row, item index)
@@ -102,6 +107,14 @@ class RankRecorder:
         self.works.extend(work)
         self.launches.extend(times)
         self._num_rows += 1
+
+    def hosted(self, ingress_ns: int, enqueued_ns: int) -> None:
+        """Note a real launch: the newest arrival's wait (NOT_YET = none), and when it was done."""
+        self.hosts.extend((ingress_ns, enqueued_ns))
+
+    def measure(self, sample_ns: int, graph_size: int, moe_imbalance: float) -> None:
+        """Note what a real device measured in the oldest step in flight; see `MEASURED_FIELDS`."""
+        self.measured.extend((sample_ns, graph_size, moe_imbalance))
 
     def landed(self, start_ns: int, end_ns: int, done_ns: int, process_ns: int) -> None:
         """Note when the oldest step in flight ran and when its results were processed."""

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from mdi_shared.errors import TraceError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 METADATA_KEY = b"mdi"
 
 STEPS, ITEMS, REQUESTS = "steps", "items", "requests"
@@ -84,7 +84,14 @@ _STEP_ROWS: list[_Row] = [
     ("target_ms", _F32, False, "ms", "step time the chunk policy aimed at; NaN = none"),
     ("flops_attn", _F64, False, "FLOP", "FP8-equivalent, attention and indexing"),
     ("flops_total", _F64, False, "FLOP", "FP8-equivalent, the whole step"),
-    ("moe_imbalance", _F32, False, "ratio", "busiest expert rank over mean; NaN = not measured"),
+    ("moe_imbalance", _F32, False, "ratio", "rows of the busiest expert, or rank of experts, "
+     "over the mean, averaged over layers; NaN = not measured"),
+    # Since version 2; null in simulated runs and older files.
+    ("ingress_ms", _F32, True, "ms", "newest arrival to the look for arrivals before this step; "
+     "null = none came"),
+    ("cpu_prep_ms", _F32, True, "ms", "host: laying out the step's inputs, before t_launch"),
+    ("cpu_launch_ms", _F32, True, "ms", "host: giving the work to the device, after t_launch"),
+    ("gap_ms", _F32, True, "ms", "the device was idle before this step; null = the first"),
 ]  # fmt: skip
 
 _ITEM_ROWS: list[_Row] = [
@@ -152,6 +159,11 @@ ITEM_SCHEMA = _schema(_ITEM_ROWS)
 REQUEST_SCHEMA = _schema(_REQUEST_ROWS)
 SCHEMAS: Mapping[str, pa.Schema] = MappingProxyType(
     {STEPS: STEP_SCHEMA, ITEMS: ITEM_SCHEMA, REQUESTS: REQUEST_SCHEMA}
+)
+
+# Columns that older files lack, by the version that brought them: read as null.
+ADDED_COLUMNS: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {STEPS: dict.fromkeys(("ingress_ms", "cpu_prep_ms", "cpu_launch_ms", "gap_ms"), 2)}
 )
 
 # What a run adds to a request; null in an input. `rank` is not among them: a replay may fix it.

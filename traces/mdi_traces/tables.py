@@ -70,6 +70,9 @@ class _Rank:
         self.launch = _fields(recorder.launches, rec.LAUNCH_FIELDS, self.rows)
         self.work = _fields(recorder.works, StepWork._fields, self.rows)
         self.device = _fields(recorder.devices, rec.DEVICE_FIELDS, self.rows)
+        self.host = _fields(recorder.hosts, rec.HOST_FIELDS, self.rows) if recorder.hosts else None
+        measured = np.array(recorder.measured).reshape(-1, len(rec.MEASURED_FIELDS))[: self.rows]
+        self.measured = measured if len(measured) else np.tile((0.0, 0.0, _NAN), (self.rows, 1))
         self.outcome = _fields(recorder.outcomes, rec.OUTCOME_FIELDS, self.rows)
         self.pool = _fields(recorder.pools, rec.POOL_FIELDS, self.rows)
         self.items = np.array(recorder.items, dtype=np.int32)  # large; all values are lengths, ids
@@ -104,6 +107,7 @@ def _steps(rank: _Rank, metadata: Metadata, config: SchedulerConfig, run_id: str
     gpu_ms = (device["t_dev_end"] - device["t_dev_start"]) / _MS
     own = {name: np.where(idle, 0, work[name]) for name in StepWork._fields}
     target = rank.per_step("target_ns", first_only=True)
+    sample_ns, graph_size, imbalance = rank.measured.T
     values: dict[str, Any] = {
         "run_id": _labels(np.zeros(n, dtype=np.int64), [run_id]),
         "step": rank.per_step("step") + rank.shift,
@@ -113,12 +117,13 @@ def _steps(rank: _Rank, metadata: Metadata, config: SchedulerConfig, run_id: str
         "t_sched": launch["t_sched"], "t_launch": launch["t_launch"],
         "t_dev_start": device["t_dev_start"], "t_dev_end": device["t_dev_end"],
         "t_done": device["t_done"],
-        "gpu_ms": gpu_ms, "fwd_ms": gpu_ms, "sample_ms": 0,
+        "gpu_ms": gpu_ms, "fwd_ms": gpu_ms - sample_ns / _MS, "sample_ms": sample_ns / _MS,
         "cpu_sched_ms": (launch["t_planned"] - launch["t_sched"] - launch["wait_ns"]) / _MS,
         "cpu_proc_ms": device["process_ns"] / _MS,
         "wait_ms": launch["wait_ns"] / _MS,
         "n_seqs": own["n_seqs"], "n_tokens": own["rows"],
-        "n_tokens_padded": np.where(is_prefill, rank.per_step("n_tokens_padded"), own["rows"]),
+        "n_tokens_padded": np.where(
+            is_prefill, rank.per_step("n_tokens_padded"), np.maximum(own["rows"], graph_size)),
         "n_consumer_rows": own["consumer_rows"],
         **{name: own[name] for name in (
             "sum_qk", "idx_pairs_r2", "idx_pairs_r1", "core_pairs", "swa_pairs",
@@ -131,7 +136,7 @@ def _steps(rank: _Rank, metadata: Metadata, config: SchedulerConfig, run_id: str
         "n_dropped": rank.outcome["n_dropped"],
         "n_draft_rows": np.where(is_prefill, 0, own["rows"] - own["n_seqs"]),
         "n_accepted": rank.outcome["n_accepted"],
-        "graph_size": 0,
+        "graph_size": graph_size,
         "free_blocks": rank.pool["free_blocks"], "free_slots": rank.pool["free_slots"],
         "n_waiting": rank.outcome["n_waiting"], "n_running": rank.outcome["n_running"],
         "decode_step": decode_step,
@@ -139,9 +144,30 @@ def _steps(rank: _Rank, metadata: Metadata, config: SchedulerConfig, run_id: str
         "want": flags(rank.per_step("want", first_only=True) == 1),
         "pred_ms": np.where(launch["pred_ns"] >= 0, launch["pred_ns"] / _MS, _NAN),
         "target_ms": np.where(target > 0, target / _MS, _NAN),
-        "moe_imbalance": _NAN,
+        "moe_imbalance": imbalance,
+        **_host_times(rank),
     }  # fmt: skip
     return _table(values, STEP_SCHEMA, n)
+
+
+def _host_times(rank: _Rank) -> dict[str, pa.Array]:
+    """What only a real run knows of its host's time and of the device's between steps, in ms."""
+    names = ("ingress_ms", "cpu_prep_ms", "cpu_launch_ms", "gap_ms")
+    if rank.host is None:
+        return {name: pa.nulls(rank.rows, STEP_SCHEMA.field(name).type) for name in names}
+    launch, device, host = rank.launch, rank.device, rank.host
+    every = np.ones(rank.rows, dtype=bool)
+    ended = np.concatenate((device["t_dev_start"][:1], device["t_dev_end"][:-1]))
+    columns: tuple[tuple[Ints, Bools], ...] = (
+        (host["ingress_ns"], host["ingress_ns"] != NOT_YET),
+        (launch["t_launch"] - launch["t_planned"], every),
+        (host["t_enqueued"] - launch["t_launch"], every),
+        (device["t_dev_start"] - ended, np.arange(rank.rows) > 0),
+    )
+    return {
+        name: numbers(values / _MS, STEP_SCHEMA.field(name).type, valid)
+        for name, (values, valid) in zip(names, columns, strict=True)
+    }
 
 
 def _votes(decode_step: Ints, config: SchedulerConfig) -> Ints:

@@ -16,9 +16,10 @@ from mdi_exec.model.norm import RmsNorm
 from mdi_exec.model.step_context import StepContext
 from mdi_exec.model.weights import Weights
 from mdi_exec.model.window import WindowKv
-from mdi_exec.ops.gemm import matmul
-from mdi_exec.ops.quantise import quantise_activation
+from mdi_exec.ops.gemm import quantised_gemm
+from mdi_exec.ops.quantise import Quantised, quantise_activation
 from mdi_exec.ops.rope import rotate
+from mdi_exec.ops.row_pool import RowPool
 from mdi_exec.ops.sparse_attention import sparse_attention
 
 
@@ -47,17 +48,16 @@ class Attention:
         if self.compressor is not None and self.index_keys is not None:
             self.index_keys(self.compressor(a_in, ctx), ctx)
 
-    def __call__(self, a_in: Tensor, ctx: StepContext) -> Tensor:
-        """Return the sublayer's output [T, D] for its normed input a_in [T, D]."""
-        x = quantise_activation(a_in)
-        qr = quantise_activation(self.q_norm(self.wq_a(x)))
+    def __call__(self, a_in: Tensor, x: Quantised | Tensor, ctx: StepContext) -> Tensor:
+        """Return the sublayer's output [T, D] for its normed input a_in [T, D]; x is it rounded."""
+        _, qr = self.q_norm.rounded(self.wq_a(x))
         rotation = ctx.rotation(self.plan.ratio)
         q = rotate(torch.unflatten(self.wq_b(qr), 1, self.head_shape), rotation)
         if self.indexer is not None:
             self.indexer(qr, a_in, ctx)
         return self.output(rotate(self.attend(q, self.window(x, ctx), ctx), rotation, inverse=True))
 
-    def attend(self, q: Tensor, window: Tensor, ctx: StepContext) -> Tensor:
+    def attend(self, q: Tensor, window: RowPool, ctx: StepContext) -> Tensor:
         """Return the heads' outputs [T, H, d], not yet rotated back."""
         if self.plan.kv_source is None:
             return sparse_attention(q, window, ctx.window_rows, self.sink)
@@ -80,7 +80,5 @@ class GroupedOutput:
         self.wo_b = QLinear(weights, "wo_b", config.hidden_size, config.o_groups * rank)
 
     def __call__(self, heads: Tensor) -> Tensor:
-        groups = torch.unflatten(heads.flatten(1), 1, (self.num_groups, -1))
-        down = torch.unflatten(self.wo_a.dequantised(), 0, (self.num_groups, -1))
-        parts = [matmul(groups[:, g], down[g]) for g in range(self.num_groups)]
-        return self.wo_b(quantise_activation(torch.cat(parts, dim=1).to(heads.dtype)))
+        down = quantised_gemm(heads.flatten(1), self.wo_a, self.num_groups)
+        return self.wo_b(quantise_activation(down))

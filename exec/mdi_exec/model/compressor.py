@@ -17,6 +17,7 @@ from mdi_exec.model.norm import RmsNorm
 from mdi_exec.model.step_context import GroupRows, StepContext
 from mdi_exec.model.weights import Weights
 from mdi_exec.ops.rope import rotate
+from mdi_exec.ops.row_pool import store_rows
 
 
 class Latents(NamedTuple):
@@ -47,8 +48,8 @@ class Compressor:
         pooled = self.wkv(a_in) if self.wgate is None else self._pool(a_in, groups, ctx)
         latents = self.norm(pooled)
         rotation = ctx.ropes.rotation(groups.first_position, ratio)
-        pool = ctx.cache.entries[layer]
-        pool.write(groups.entry, pool.encode(rotate(latents, rotation)))
+        # A copy: keys are made from un-rotated latents, and a kernel rotates in place.
+        store_rows(ctx.cache.entries[layer], groups.entry, rotate(latents.clone(), rotation))
         return Latents(latents, groups)
 
     def _pool(self, a_in: Tensor, groups: GroupRows, ctx: StepContext) -> Tensor:

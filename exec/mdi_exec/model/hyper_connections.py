@@ -4,7 +4,7 @@ from torch import Tensor
 
 from mdi_exec.model.config import ModelConfig
 from mdi_exec.model.weights import Weights
-from mdi_exec.ops.hyper_connections import HcCoefficients, hc_mixes, hc_split
+from mdi_exec.ops.hyper_connections import HcCoefficients, HcProjection, hc_coefficients
 
 
 class HyperConnection:
@@ -12,7 +12,7 @@ class HyperConnection:
 
     def __init__(self, config: ModelConfig, weights: Weights, name: str) -> None:
         n, width = config.hc_mult, config.hc_width
-        self.projection = weights.tensor(f"{name}_fn", width, n * config.hidden_size)
+        self.projection = HcProjection(weights.tensor(f"{name}_fn", width, n * config.hidden_size))
         self.base = weights.tensor(f"{name}_base", width)
         self.scale = weights.tensor(f"{name}_scale", 3)
         self.config = config
@@ -20,6 +20,7 @@ class HyperConnection:
     def __call__(self, streams: Tensor) -> HcCoefficients:
         """Return the coefficients of streams [T, n, D]."""
         config = self.config
-        mixes = hc_mixes(streams, self.projection, config.rms_norm_eps)
-        return hc_split(mixes, self.base, self.scale, n=config.hc_mult,
-                        iterations=config.hc_sinkhorn_iters, eps=config.hc_eps)  # fmt: skip
+        return hc_coefficients(
+            streams, self.projection, self.base, self.scale, norm_eps=config.rms_norm_eps,
+            iterations=config.hc_sinkhorn_iters, eps=config.hc_eps,
+        )  # fmt: skip

@@ -14,13 +14,16 @@ from mdi_exec.model.linear import Linear, QLinear
 from mdi_exec.model.norm import RmsNorm
 from mdi_exec.model.step_context import StepContext
 from mdi_exec.model.weights import Weights
-from mdi_exec.ops.index_scores import index_scores
-from mdi_exec.ops.quantise import Quantised, dequantise, quantise_fp4
+from mdi_exec.ops.index_scores import Listed, PagedRows, score_entries
+from mdi_exec.ops.quantise import Quantised, round_fp4
 from mdi_exec.ops.rope import rotate
-from mdi_exec.ops.top_entries import candidate_blocks, top_entries
+from mdi_exec.ops.row_pool import store_rows
+from mdi_exec.ops.top_entries import candidate_blocks, top_visible
 
-# Scored columns come in whole tiles, and rows in blocks that keep what is gathered at once small.
+# Scored columns come in whole tiles, and rows in blocks that bound what is held at once: scores on
+# a GPU; references also gather every key they score.
 COLUMN_TILE = 64
+MAX_SCORES = 2**27
 MAX_GATHERED_VALUES = 2**25
 
 
@@ -37,7 +40,7 @@ class IndexKeys:
         rotation = ctx.ropes.rotation(groups.first_position, self.plan.ratio)
         pool = ctx.cache.keys[self.plan.index]
         keys = rotate(self.norm(self.wk(latents.values)), rotation)
-        pool.write(groups.entry, pool.encode(keys))
+        store_rows(pool, groups.entry, keys)
 
 
 class Indexer:
@@ -54,16 +57,17 @@ class Indexer:
     def __call__(self, qr: Quantised | Tensor, a_in: Tensor, ctx: StepContext) -> None:
         """Select for each row from qr [T, q_lora_rank] (rounded) and a_in [T, D]."""
         queries, head_weights = self.queries(qr, ctx), self.head_weights(a_in)
-        columns = self._num_columns(ctx)
-        width = self.config.index_head_dim + self.config.index_n_heads
-        step = max(1, MAX_GATHERED_VALUES // (columns * width))
+        pages, columns = ctx.pages(self.plan.ratio), self.num_columns(ctx)
+        step = self._rows_at_once(queries, columns)
         chosen, blocks = [], []
         for start in range(0, ctx.batch.num_rows, step):
             rows = slice(start, start + step)
-            selected, kept = self._select(queries[rows], head_weights[rows], rows, ctx)
+            listed = self.listed(ctx, rows)
+            scores = self.scores(queries[rows], head_weights[rows], pages.part(rows), listed, ctx)
+            selected, kept = self._select(scores, pages.part(rows), listed)
             chosen.append(selected)
             blocks.append(kept)
-        ctx.selected = torch.cat(chosen)
+        ctx.selected = torch.cat(chosen) if len(chosen) > 1 else chosen[0]
         if self.plan.is_candidate_source:
             ctx.candidates = torch.cat([b for b in blocks if b is not None])
 
@@ -71,7 +75,7 @@ class Indexer:
         """Return rounded index queries [T, H, d]."""
         q = torch.unflatten(self.wq_b(qr), 1, self.head_shape)
         q = rotate(q, ctx.rotation(self.plan.ratio))
-        return q if q.dtype == torch.float32 else dequantise(quantise_fp4(q), q.dtype)
+        return q if q.dtype == torch.float32 else round_fp4(q)
 
     def head_weights(self, a_in: Tensor) -> Tensor:
         """Return scaled head weights [T, H]; they may be negative."""
@@ -79,7 +83,7 @@ class Indexer:
         weights: Tensor = self.weights_proj(a_in) * scale
         return weights
 
-    def _num_columns(self, ctx: StepContext) -> int:
+    def num_columns(self, ctx: StepContext) -> int:
         """Columns to score: all entries of the longest context, or all candidates, in tiles."""
         if self.plan.uses_candidates:
             assert ctx.candidates is not None, "the candidate source runs before its users"
@@ -87,42 +91,39 @@ class Indexer:
         entries = ctx.batch.max_k // self.plan.ratio
         return max(1, -(-entries // COLUMN_TILE)) * COLUMN_TILE
 
-    def _columns(self, rows: slice, ctx: StepContext) -> tuple[Tensor, Tensor]:
-        """Return the entries scored for each row, ascending [R, M], and which are visible."""
-        visible = ctx.visible(self.plan.ratio)[rows].unsqueeze(1)
+    def listed(self, ctx: StepContext, rows: slice) -> Listed | None:
+        """The blocks that rows may choose from; None = all entries."""
         if not self.plan.uses_candidates:
-            entries = torch.arange(self._num_columns(ctx), device=visible.device)
-            entries = entries.expand(visible.shape[0], -1)
-            return entries, entries < visible
+            return None
         assert ctx.candidates is not None, "the candidate source runs before its users"
-        size, blocks = self.config.candidate_block_size, ctx.candidates[rows]
-        inside = torch.arange(size, device=blocks.device)
-        entries = (blocks.unsqueeze(2) * size + inside).flatten(1)
-        return entries, (entries >= 0) & (entries < visible)
+        return Listed(ctx.candidates[rows], self.config.candidate_block_size)
 
     def scores(
-        self, queries: Tensor, head_weights: Tensor, rows: slice, ctx: StepContext
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return scores [R, M] of a slice of rows, the entries scored, and which are visible."""
+        self, queries: Tensor, head_weights: Tensor, pages: PagedRows, listed: Listed | None,
+        ctx: StepContext,
+    ) -> Tensor:  # fmt: skip
+        """Return the scores [R, columns] of some rows."""
         assert self.plan.kv_source is not None, "an index source reads some layer's keys"
-        entries, is_visible = self._columns(rows, ctx)
-        seq = ctx.batch.seq_of_row[rows].unsqueeze(1)
-        key_rows = ctx.entry_rows(seq, entries.masked_fill(~is_visible, -1), self.plan.ratio)
-        pool = ctx.cache.keys[self.plan.kv_source]
-        return index_scores(queries, head_weights, pool, key_rows), entries, is_visible
+        keys = ctx.cache.keys[self.plan.kv_source]
+        return score_entries(queries, head_weights, keys, pages, self.num_columns(ctx), listed)
+
+    def _rows_at_once(self, queries: Tensor, columns: int) -> int:
+        if queries.is_cuda and queries.dtype == torch.bfloat16:
+            return max(1, MAX_SCORES // columns)
+        width = self.config.index_head_dim + self.config.index_n_heads
+        return max(1, MAX_GATHERED_VALUES // (columns * width))
 
     def _select(
-        self, queries: Tensor, head_weights: Tensor, rows: slice, ctx: StepContext
+        self, scores: Tensor, pages: PagedRows, listed: Listed | None
     ) -> tuple[Tensor, Tensor | None]:
-        scores, entries, is_visible = self.scores(queries, head_weights, rows, ctx)
-        columns = top_entries(scores, is_visible, self.config.index_topk)
-        chosen = torch.gather(entries, 1, columns.clamp(min=0)).masked_fill(columns < 0, -1)
-        seq = ctx.batch.seq_of_row[rows].unsqueeze(1)
-        selected = ctx.entry_rows(seq, chosen, self.plan.ratio)
+        """Return pool rows of the best entries, int32 [R, topk], and the candidate source's blocks."""
+        config, visible = self.config, pages.visible
+        limit = visible if listed is None else listed.num_columns(visible)
+        columns = top_visible(scores, limit, config.index_topk)
+        entries = columns.to(torch.int64) if listed is None else listed.entries(columns)
+        selected = pages.entry_rows(entries).to(torch.int32)
         if not self.plan.is_candidate_source:
             return selected, None
-        config = self.config
-        visible = ctx.visible(self.plan.ratio)[rows]
         return selected, candidate_blocks(
             scores, visible, config.candidate_block_size, config.candidate_topk_blocks
         )

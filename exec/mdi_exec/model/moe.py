@@ -54,16 +54,15 @@ class Moe:
         self.shared_w13 = shared.fp8_stack(("w1", "w3"), inner, width)
         self.shared_w2 = QLinear(shared, "w2", width, inner)
 
-    def __call__(
-        self, f_in: Tensor, x: Quantised | Tensor, ctx: StepContext
-    ) -> Tensor:
+    def __call__(self, f_in: Tensor, x: Quantised | Tensor, ctx: StepContext) -> Tensor:
         """Return the sublayer's output [T, D] for its normed input f_in [T, D]; x is f_in rounded."""
         experts, weights = self.router(f_in, ctx.batch.is_image)
         tile = tile_rows(experts.numel(), self.num_experts)
         groups = group_rows(experts, self.num_experts, tile)
         ctx.note_expert_counts(groups.counts)
         routed = self._routed(x, groups, tile, weights)
-        hidden = swiglu_quantise(*quantised_gemm(x, self.shared_w13).chunk(2, dim=1), self.limit)
+        gate, up = quantised_gemm(x, self.shared_w13).chunk(2, dim=1)
+        hidden = swiglu_quantise(gate, up, self.limit)
         return combine(routed, groups.position, self.shared_w2(hidden))
 
     def _routed(

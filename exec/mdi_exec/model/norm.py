@@ -3,7 +3,8 @@
 from torch import Tensor
 
 from mdi_exec.model.weights import Weights
-from mdi_exec.ops.rms_norm import rms_norm
+from mdi_exec.ops.quantise import Quantised
+from mdi_exec.ops.rms_norm import rms_norm, rms_norm_round
 
 
 class RmsNorm:
@@ -15,3 +16,7 @@ class RmsNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+    def rounded(self, x: Tensor) -> tuple[Tensor, Quantised | Tensor]:
+        """Return the norm, and the norm rounded for a quantised GEMM."""
+        return rms_norm_round(x, self.weight, self.eps)

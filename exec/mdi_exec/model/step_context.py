@@ -12,6 +12,7 @@ from torch import Tensor
 from mdi_exec.batch import Batch
 from mdi_exec.cache import DeviceCache
 from mdi_exec.model.rope import RopeTables
+from mdi_exec.ops.index_scores import PagedRows
 from mdi_exec.ops.rope import Rotation
 
 
@@ -25,11 +26,6 @@ class RingRows(NamedTuple):
 
     kept: Tensor
     target: Tensor
-
-    @property
-    def written(self) -> Tensor:
-        """Rows of the step that are written: all, [T]."""
-        return torch.arange(self.target.shape[0], device=self.target.device)
 
 
 class GroupRows(NamedTuple):
@@ -72,7 +68,7 @@ class StepContext:
         targets = first.unsqueeze(1) + torch.arange(window, device=batch.device)
         rows = self._rows_of(targets, batch.seq_of_row, cache.layout.window_rows)
         is_seen = targets <= batch.positions.unsqueeze(1)
-        self.window_rows = rows.masked_fill(~is_seen, -1)
+        self.window_rows = rows.masked_fill(~is_seen, -1).to(torch.int32)
         self.window_ring = self.ring(cache.layout.window_rows)
 
     def note_expert_counts(self, counts: Tensor) -> None:
@@ -110,19 +106,21 @@ class StepContext:
         members = self._rows_of(targets.clamp(min=0), seq, tail_rows)
         first = first.clamp(min=0)
         is_complete = batch.positions % ratio == ratio - 1
-        entry = self.entry_rows(seq.unsqueeze(1), (first // ratio).unsqueeze(1), ratio).squeeze(1)
+        entry = self.pages(ratio).entry_rows((first // ratio).unsqueeze(1)).squeeze(1)
         return GroupRows(members, first, is_complete, entry * is_complete)
 
-    def entry_rows(self, seq: Tensor, entries: Tensor, ratio: int) -> Tensor:
-        """Pool rows of sequences' entries [..., M] (seq broadcasts); -1 stays -1."""
-        per_block = self.cache.layout.block_entries(ratio)
-        safe = entries.clamp(min=0)
-        blocks = self.batch.block_tables[seq, safe // per_block].to(torch.int64)
-        return (blocks * per_block + safe % per_block).masked_fill(entries < 0, -1)
-
-    def visible(self, ratio: int) -> Tensor:
-        """Entries each row may select from, [T]: the completed groups up to its position."""
-        return (self.batch.positions + 1) // ratio
+    def pages(self, ratio: int) -> PagedRows:
+        """The step's rows and their sequences' entries, for scoring."""
+        batch = self.batch
+        place = batch.positions - batch.starts[batch.seq_of_row]
+        return PagedRows(
+            block_tables=batch.block_tables,
+            per_block=self.cache.layout.block_entries(ratio),
+            seq=batch.seq_of_row.to(torch.int32),
+            place=place.to(torch.int32),
+            visible=((batch.positions + 1) // ratio).to(torch.int32),
+            one_per_seq=batch.num_rows == batch.num_seqs,
+        )
 
     def _rows_of(self, targets: Tensor, seq: Tensor, length: int) -> Tensor:
         """Rows of positions `targets` [R, D] of sequences seq [R], among kept and new rows."""

@@ -23,7 +23,8 @@ from mdi_exec.model.rope import RopeTables
 from mdi_exec.model.step_context import StepContext
 from mdi_exec.model.weights import Weights
 from mdi_exec.numerics import Numerics
-from mdi_exec.ops.hyper_connections import hc_read, hc_write
+from mdi_exec.ops.hyper_connections import hc_read, hc_read_norm, hc_write
+from mdi_exec.ops.quantise import Quantised
 
 
 class Streams(NamedTuple):
@@ -55,19 +56,24 @@ class Layer:
     def store_entries(self, streams: Streams, ctx: StepContext) -> None:
         """Compress every row of the step into this layer's cache, if it is a KV source."""
         if self.plan.owns_compressor:
-            a_in = self.attn_norm(hc_read(streams.x, streams.read))
+            a_in, _ = self.read(streams.x, streams.read, self.attn_norm)
             self.attention.store_entries(a_in, ctx)
 
     def __call__(self, streams: Streams, ctx: StepContext) -> Streams:
         """Run the layer; its entries must be stored already (architecture spec, §4.2)."""
         coefficients = self.hc_attn(streams.x)
-        a_in = self.attn_norm(hc_read(streams.x, streams.read))
-        x = hc_write(streams.x, self.attention(a_in, ctx), coefficients)
+        a_in, rounded = self.read(streams.x, streams.read, self.attn_norm)
+        x = hc_write(streams.x, self.attention(a_in, rounded, ctx), coefficients)
         read = coefficients.read
         coefficients = self.hc_ffn(x)
-        f_in = self.ffn_norm(hc_read(x, read))
-        x = hc_write(x, self.moe(f_in, ctx.batch.is_image), coefficients)
+        f_in, rounded = self.read(x, read, self.ffn_norm)
+        x = hc_write(x, self.moe(f_in, rounded, ctx), coefficients)
         return Streams(x, coefficients.read)
+
+    @staticmethod
+    def read(x: Tensor, read: Tensor, norm: RmsNorm) -> tuple[Tensor, Quantised | Tensor]:
+        """Return a sublayer's input [T, D], normed, and the same rounded."""
+        return hc_read_norm(x, read, norm.weight, norm.eps)
 
 
 class Transformer:
@@ -115,6 +121,17 @@ class Transformer:
     ) -> Engram:
         scope = weights.sub(f"layers.{layer}.engram")
         return Engram(self.config, self.config.layer_plan(layer), scope, found, table_device)
+
+    @property
+    def is_capturable(self) -> bool:
+        """Say whether `forward` can be recorded as a CUDA graph.
+
+        Not without a GPU, not where references run (float32 numerics), and not with Engram's
+        tables elsewhere: both read from the device on the way.
+        """
+        tables = [engram.table.codes.device for engram in self.engrams.values()]
+        is_here = all(device == self.embed.device for device in tables)
+        return self.device.type == "cuda" and self.numerics is Numerics.QUANTISED and is_here
 
     @torch.inference_mode()
     def forward(

@@ -82,7 +82,9 @@ class Weights:
         parts = [self.sub(name) for name in names]
         tiles = (-(-rows // 32), -(-columns // 32))
         assert len(names) == 1 or rows % 32 == 0, f"{names} share a scale tile"
-        codes = torch.cat([part.tensor("weight", rows, columns).view(torch.uint8) for part in parts])
+        codes = torch.cat(
+            [part.tensor("weight", rows, columns).view(torch.uint8) for part in parts]
+        )
         scales = torch.cat([part.tensor("scale", *tiles).view(torch.uint8) for part in parts])
         return self.budget.apply(
             QuantisedWeight(codes.view(torch.float8_e4m3fn), _as_scales(scales))

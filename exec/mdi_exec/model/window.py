@@ -10,6 +10,7 @@ from mdi_exec.model.step_context import StepContext
 from mdi_exec.model.weights import Weights
 from mdi_exec.ops.quantise import Quantised
 from mdi_exec.ops.rope import rotate
+from mdi_exec.ops.row_pool import RowPool
 
 
 class WindowKv:
@@ -20,13 +21,14 @@ class WindowKv:
         self.wkv = QLinear(weights, "wkv", config.head_dim, config.hidden_size)
         self.norm = RmsNorm(weights, "kv_norm", config.head_dim, config.rms_norm_eps)
 
-    def __call__(self, x: Quantised | Tensor, ctx: StepContext) -> Tensor:
-        """Return window keys [n * R + T, d]: those kept from before, then the step's own.
+    def __call__(self, x: Quantised | Tensor, ctx: StepContext) -> RowPool:
+        """Return window keys as rows of a pool, n * R + T: those kept from before, then the step's.
 
         Modifies the ring, after reading it: a long chunk overwrites what its first rows still see.
         """
         pool, ring = ctx.cache.windows[self.plan.index], ctx.window_ring
-        rows = pool.encode(rotate(self.norm(self.wkv(x)), ctx.rotation(self.plan.ratio)))
-        keys = torch.cat((pool.gather(ring.kept), pool.decode(rows)))
-        pool.write(ring.target, rows.rows(ring.written))
-        return keys
+        new = pool.encode(rotate(self.norm(self.wkv(x)), ctx.rotation(self.plan.ratio)))
+        codes = torch.cat((pool.codes[ring.kept], new.codes))
+        scales = torch.cat((pool.scales[ring.kept], new.scales))
+        pool.write(ring.target, new)
+        return RowPool.of(Quantised(codes, scales), pool.format)

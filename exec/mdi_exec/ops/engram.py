@@ -67,5 +67,5 @@ def engram_add(
     looked_up [T, (n+1)D] is one key per stream, then the shared value; q_weight and k_weight
     [n, D]; is_open bool [T] closes the gate at image tokens (None = all open).
     """
-    run = select(streams, ref=engram_add_ref)
+    run = select(streams, ref=engram_add_ref, kernel="engram.engram_add")
     return run(streams, looked_up, q_weight, k_weight, is_open)

@@ -12,9 +12,9 @@ from mdi_exec.ops.gemm import QuantisedWeight, matmul_ref
 from mdi_exec.ops.quantise import Quantised, dequantise
 from mdi_exec.ops.routing import RowGroups
 
-_TILES = (16, 32, 64, 96)
-LARGEST_TILE = 128
-_SPARE = 1.3  # most experts' rows should fit in one tile
+_TILES = (16, 32, 64, 80)
+LARGEST_TILE = 96
+_SPARE = 1.25  # most experts' rows should fit in one tile
 
 
 def tile_rows(num_rows: int, num_experts: int) -> int:

@@ -26,9 +26,9 @@ def signed(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
-_GOLDEN_RATIO = signed(0x9E3779B97F4A7C15)
-_FACTOR_1 = signed(0xBF58476D1CE4E5B9)
-_FACTOR_2 = signed(0x94D049BB133111EB)
+GOLDEN_RATIO = signed(0x9E3779B97F4A7C15)
+FACTOR_1 = signed(0xBF58476D1CE4E5B9)
+FACTOR_2 = signed(0x94D049BB133111EB)
 
 
 def _shift_right(bits: Tensor, count: int) -> Tensor:
@@ -38,16 +38,16 @@ def _shift_right(bits: Tensor, count: int) -> Tensor:
 
 def mix(z: Tensor) -> Tensor:
     """Return one SplitMix64 step of int64 z, elementwise."""
-    z = z + _GOLDEN_RATIO
-    z = (z ^ _shift_right(z, 30)) * _FACTOR_1
-    z = (z ^ _shift_right(z, 27)) * _FACTOR_2
+    z = z + GOLDEN_RATIO
+    z = (z ^ _shift_right(z, 30)) * FACTOR_1
+    z = (z ^ _shift_right(z, 27)) * FACTOR_2
     return z ^ _shift_right(z, 31)
 
 
 def stream_key(seeds: Tensor, positions: Tensor, case: int) -> Tensor:
     """Return the int64 key of each (seed, position); both int64 of one shape."""
     assert 0 <= case < NUM_CASES, f"case {case} is not one of fresh, resample, accept"
-    return mix(seeds ^ ((NUM_CASES * positions + case) * _GOLDEN_RATIO))
+    return mix(seeds ^ ((NUM_CASES * positions + case) * GOLDEN_RATIO))
 
 
 def uniform(bits: Tensor) -> Tensor:

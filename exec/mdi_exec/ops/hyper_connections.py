@@ -96,6 +96,48 @@ def hc_finish(
                iterations=iterations, eps=eps)  # fmt: skip
 
 
+class HcProjection:
+    """A projection float32 [(2+n)n, nD]; for kernels also split into bfloat16 terms, once."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self._terms: Tensor | None = None
+
+    @property
+    def terms(self) -> Tensor:
+        """High, middle and low bfloat16 terms, one below the other, then zero rows to 32's multiple.
+
+        Their sum is the float32 weight, so that tensor cores multiply it exactly.
+        """
+        if self._terms is None:
+            rest, terms = self.weight, []
+            for _ in range(3):
+                terms.append(rest.to(torch.bfloat16))
+                rest = rest - terms[-1].to(torch.float32)
+            stacked = torch.cat(terms)
+            padding = -stacked.shape[0] % 32
+            self._terms = torch.nn.functional.pad(stacked, (0, 0, 0, padding))
+        return self._terms
+
+
+def hc_coefficients_ref(
+    streams: Tensor, projection: HcProjection, base: Tensor, scale: Tensor, *,
+    norm_eps: float, iterations: int, eps: float,
+) -> HcCoefficients:  # fmt: skip
+    mixes = hc_mixes_ref(streams, projection.weight, norm_eps)
+    n = streams.shape[1]
+    return hc_split_ref(mixes, base, scale, n=n, iterations=iterations, eps=eps)
+
+
+def hc_coefficients(
+    streams: Tensor, projection: HcProjection, base: Tensor, scale: Tensor, *,
+    norm_eps: float, iterations: int, eps: float,
+) -> HcCoefficients:  # fmt: skip
+    """Do `hc_mixes` and `hc_split`: a sublayer's coefficients from the streams [T, n, D]."""
+    run = select(streams, ref=hc_coefficients_ref, kernel="gemm.hc_coefficients")
+    return run(streams, projection, base, scale, norm_eps=norm_eps, iterations=iterations, eps=eps)
+
+
 def hc_read_ref(streams: Tensor, read: Tensor) -> Tensor:
     total = read[:, 0:1] * streams[:, 0].to(torch.float32)
     for j in range(1, streams.shape[1]):

@@ -1,8 +1,11 @@
 """How much each compressed entry matters to a query: the indexer's scores.
 
-`I_j = sum over heads of relu(q_h . k_j) * w_h`. Bfloat16 inputs round at each step, as the released
-reference does (architecture spec, §6.4); float32 inputs round nowhere.
+`I_j = sum over heads of relu(q_h . k_j) * w_h`. On bfloat16 inputs the reference rounds at each
+step, as the released one does; the kernel keeps float32 inside and rounds the result (architecture
+spec, §6.4). Float32 inputs round nowhere.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,16 +18,77 @@ TOPK_MIN_OVERLAP = 0.97
 TOPK_MEAN_OVERLAP = 0.998
 
 
-def index_scores_ref(q: Tensor, head_weights: Tensor, keys: RowPool, rows: Tensor) -> Tensor:
-    gathered = keys.gather(rows).to(torch.float32)
-    dots = torch.bmm(q.to(torch.float32), gathered.transpose(1, 2)).to(q.dtype)
+class PagedRows(NamedTuple):
+    """Query rows of a step, and where the entries of their sequences stand.
+
+    Entry e of sequence s is pool row block_tables[s, e // per_block] * per_block + e % per_block.
+    block_tables int32 [n, W]. Per row, int32 [T]: its sequence `seq` (rows of one sequence are
+    neighbours), `place`, its number among its sequence's rows here, and how many entries it may
+    see. `one_per_seq`: every sequence has one row at most.
+    """
+
+    block_tables: Tensor
+    per_block: int
+    seq: Tensor
+    place: Tensor
+    visible: Tensor
+    one_per_seq: bool
+
+    def part(self, rows: slice) -> "PagedRows":
+        """Return some of the rows; places need not start at 0 in a part."""
+        return self._replace(seq=self.seq[rows], place=self.place[rows], visible=self.visible[rows])
+
+    def entry_rows(self, entries: Tensor) -> Tensor:
+        """Pool rows, int64 like entries [T, M]; -1 stays -1."""
+        safe = entries.clamp(min=0)
+        seq = self.seq.to(torch.int64).unsqueeze(1)
+        blocks = self.block_tables[seq, safe // self.per_block].to(torch.int64)
+        return (blocks * self.per_block + safe % self.per_block).masked_fill(entries < 0, -1)
+
+
+class Listed(NamedTuple):
+    """Scored columns that are the entries of listed blocks: ids int32 [T, C], ascending, -1 last."""
+
+    ids: Tensor
+    size: int
+
+    def entries(self, columns: Tensor) -> Tensor:
+        """The entries, int64, that stand at `columns` [T, M] of each row; -1 stays -1."""
+        safe = columns.clamp(min=0).to(torch.int64)
+        found = self.ids.gather(1, safe // self.size).to(torch.int64) * self.size
+        return (found + safe % self.size).masked_fill(columns < 0, -1)
+
+    def num_columns(self, visible: Tensor) -> Tensor:
+        """Valid columns of each row, like visible [T]: they come first, for a row's newest block is
+        always listed, and only that one may be cut."""
+        listed = ((visible + self.size - 1) // self.size).clamp(max=self.ids.shape[1])
+        return (listed - 1).clamp(min=0) * self.size + torch.where(
+            visible > 0, (visible - 1) % self.size + 1, 0
+        )
+
+
+def score_entries_ref(
+    q: Tensor, head_weights: Tensor, keys: RowPool, pages: PagedRows, columns: int,
+    listed: Listed | None,
+) -> Tensor:  # fmt: skip
+    numbers = torch.arange(columns, device=q.device).expand(q.shape[0], -1)
+    limit = pages.visible if listed is None else listed.num_columns(pages.visible)
+    is_valid = numbers < limit.unsqueeze(1)
+    entries = numbers if listed is None else listed.entries(numbers)
+    gathered = keys.gather(pages.entry_rows(entries.masked_fill(~is_valid, -1)))
+    dots = torch.bmm(q.to(torch.float32), gathered.to(torch.float32).transpose(1, 2)).to(q.dtype)
     return (torch.relu(dots) * head_weights.unsqueeze(-1)).sum(dim=1)
 
 
-def index_scores(q: Tensor, head_weights: Tensor, keys: RowPool, rows: Tensor) -> Tensor:
-    """Score the entries whose keys stand in pool rows `rows` [T, M] for each query.
+def score_entries(
+    q: Tensor, head_weights: Tensor, keys: RowPool, pages: PagedRows, columns: int,
+    listed: Listed | None = None,
+) -> Tensor:  # fmt: skip
+    """Score each row's entries: [T, columns], dtype of q.
 
-    q [T, H, d] and head_weights [T, H] in the activation dtype. Returns [T, M] in that dtype;
-    the score of row -1 means nothing and must be masked by the caller.
+    q [T, H, d] and head_weights [T, H] in the activation dtype. Column j of a row is its entry j,
+    or with `listed` entry j of its listed blocks. Columns from the row's number of visible ones on
+    mean nothing and may hold anything.
     """
-    return select(q, ref=index_scores_ref)(q, head_weights, keys, rows)
+    run = select(q, ref=score_entries_ref, kernel="index_scores.score_entries")
+    return run(q, head_weights, keys, pages, columns, listed)

@@ -45,7 +45,7 @@ def attend_ref(q: Tensor, keys: Tensor, is_valid: Tensor, sink: Tensor) -> Tenso
 
 def sparse_attention_ref(
     q: Tensor,
-    window: Tensor,
+    window: RowPool,
     window_rows: Tensor,
     sink: Tensor,
     *,
@@ -57,7 +57,7 @@ def sparse_attention_ref(
     out = torch.empty_like(q)
     for start in range(0, q.shape[0], step):
         rows = slice(start, start + step)
-        keys = window[window_rows[rows].clamp(min=0)]
+        keys = window.gather(window_rows[rows])
         is_valid = window_rows[rows] >= 0
         if entries is not None and entry_rows is not None:
             keys = torch.cat((keys, entries.gather(entry_rows[rows])), dim=1)
@@ -69,7 +69,7 @@ def sparse_attention_ref(
 
 def sparse_attention(
     q: Tensor,
-    window: Tensor,
+    window: RowPool,
     window_rows: Tensor,
     sink: Tensor,
     *,
@@ -78,9 +78,9 @@ def sparse_attention(
 ) -> Tensor:
     """Attend each query over its window and its selected entries.
 
-    q [T, H, d]; window [R, d] holds window keys, window_rows [T, W] says which of them each query
-    sees; entry_rows [T, K] are rows of the pool `entries` (both None in window-only layers); -1 =
-    none. sink float32 [H]. Returns [T, H, d] in q's dtype, still rotated by the query's position.
+    q [T, H, d]; window holds window keys, window_rows int32 [T, W] says which of them each query
+    sees; entry_rows int32 [T, K] are rows of the pool `entries` (both None in window-only layers);
+    -1 = none. sink float32 [H]. Returns [T, H, d] in q's dtype, still rotated by the query's position.
     """
-    run = select(q, ref=sparse_attention_ref)
+    run = select(q, ref=sparse_attention_ref, kernel="sparse_attention.sparse_attention")
     return run(q, window, window_rows, sink, entries=entries, entry_rows=entry_rows)

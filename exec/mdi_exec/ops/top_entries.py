@@ -60,12 +60,10 @@ def candidate_blocks_ref(scores: Tensor, visible: Tensor, block_size: int, k: in
 
 
 def candidate_blocks(scores: Tensor, visible: Tensor, block_size: int, k: int) -> Tensor:
-    """Return the k blocks of entries with the highest maximum, ascending.
+    """Return the k blocks of entries with the highest maximum, ascending: int32 [T, <= k].
 
-    Shape int32 [T, min(k, blocks)].
-
-    scores [T, M]; visible [T], at most M, counts each query's entries. The block of the newest visible entry
-    is always kept (architecture spec, §6.4). -1 = none.
+    scores [T, M]; visible [T], at most M, counts each query's entries. The block of the newest
+    visible entry is always kept (architecture spec, §6.4). -1 = none.
     """
     run = select(scores, ref=candidate_blocks_ref, kernel="top_entries.candidate_blocks")
     return run(scores, visible, block_size, k)

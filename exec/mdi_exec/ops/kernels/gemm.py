@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mdi_exec.ops.gemm import QuantisedWeight
+from mdi_exec.ops.hyper_connections import hc_finish
 from mdi_exec.ops.kernels.jit import Sample, compiled
 from mdi_exec.ops.kernels.weight_gemm import FEW_ROWS, dense_product
 
@@ -124,23 +125,16 @@ def quantised_gemm(x: Tensor, weight: QuantisedWeight, groups: int = 1) -> Tenso
     return dense_product(x, weight, groups)
 
 
-def split_terms(weight: Tensor) -> Tensor:
-    """Split float32 [n, k] into bfloat16 [padded, k] for `hc_project`: high, middle, low, zeros."""
-    rest, terms = weight, []
-    for _ in range(TERMS):
-        terms.append(rest.to(torch.bfloat16))
-        rest = rest - terms[-1].to(torch.float32)
-    stacked = torch.cat(terms)
-    return torch.nn.functional.pad(stacked, (0, 0, 0, -stacked.shape[0] % 32))
-
-
-def hc_parts(x: Tensor, terms: Tensor, coefficients: int) -> tuple[Tensor, Tensor]:
-    """Return float32 parts [HC_SPLITS, T, coefficients] and squares [HC_SPLITS, T] of x [T, K]."""
-    parts = torch.empty(HC_SPLITS, x.shape[0], coefficients, device=x.device)
-    squares = torch.empty(HC_SPLITS, x.shape[0], device=x.device)
-    if x.shape[0]:
-        compiled(hc_project, x.shape[1], coefficients)(x, terms, parts, squares)
-    return parts, squares
+def hc_coefficients(streams, projection, base, scale, *, norm_eps, iterations, eps):
+    num_rows, n, width = streams.shape
+    coefficients = (2 + n) * n
+    parts = torch.empty(HC_SPLITS, num_rows, coefficients, device=streams.device)
+    squares = torch.empty(HC_SPLITS, num_rows, device=streams.device)
+    if num_rows:
+        run = compiled(hc_project, n * width, coefficients)
+        run(streams.reshape(num_rows, n * width), projection.terms, parts, squares)
+    return hc_finish(parts, squares, base, scale, width=n * width, norm_eps=norm_eps, n=n,
+                     iterations=iterations, eps=eps)  # fmt: skip
 
 
 SAMPLES = (

@@ -11,8 +11,15 @@ from torch import Tensor
 
 from mdi_exec.ops.hyper_connections import HcCoefficients
 from mdi_exec.ops.kernels.jit import Sample, compiled
-from mdi_exec.ops.kernels.lanes import CHUNK, block_sum, row_chunks, row_threads
+from mdi_exec.ops.kernels.lanes import (
+    CHUNK,
+    block_sum,
+    require_multiple,
+    row_chunks,
+    row_threads,
+)
 from mdi_exec.ops.kernels.norm import DTYPE_NAMES, add_squares, store_normed
+from mdi_exec.ops.quantise import GROUP
 
 
 @T.macro
@@ -68,6 +75,7 @@ def hc_read_rows(width: int, n: int):
 
 def hc_read_norm_rows(width: int, n: int, eps: float, weight_dtype: str = "bfloat16"):
     """As `hc_read_rows`, then RMS norm by weight [width], then QA: normed and rounded rows."""
+    require_multiple(width, GROUP)
     rows, threads = T.dynamic("rows"), row_threads(width)
 
     @T.prim_func

@@ -10,10 +10,15 @@ import tilelang.language as T
 import torch
 from torch import Tensor
 
+from mdi_exec.ops.index_scores import Listed, PagedRows
 from mdi_exec.ops.kernels.index_source import INDEX_SOURCE
 from mdi_exec.ops.kernels.jit import Sample, checks_bounds, compiled, has_known_registers
+from mdi_exec.ops.row_pool import RowPool
 
 KEYS = 64  # of one warpgroup
+WARPGROUPS = 2
+QUERIES = 4  # of one sequence that share a block
+WANTED_BLOCKS = 1024  # several for each multiprocessor; keys are split over blocks to get them
 
 
 def _key_column(width, j):
@@ -23,9 +28,7 @@ def _key_column(width, j):
 
 
 @checks_bounds
-def index_scores_program(
-    heads, width, queries, per_block, list_block, warpgroups, in_registers
-):
+def index_scores_program(heads, width, queries, per_block, list_block, warpgroups, in_registers):
     """scores [rows, columns]: of each row, its first `visible` columns.
 
     `list_block` > 0: the columns of a row are the entries of its listed blocks of that many.
@@ -85,9 +88,7 @@ def index_scores_program(
                         T.min(start + i // heads, rows - 1), i % heads, _key_column(width, j)
                     ]
                 for i, h in T.Parallel(queries, heads):
-                    weights[i, h] = T.cast(
-                        head_weights[T.min(start + i, rows - 1), h], "float32"
-                    )
+                    weights[i, h] = T.cast(head_weights[T.min(start + i, rows - 1), h], "float32")
                 if in_registers:
                     for half in T.unroll(2):
                         find(
@@ -99,9 +100,7 @@ def index_scores_program(
                             T.address_of(scales[found[0], 0]), tx % 4,
                             T.address_of(raw[half * (words + 1)]),
                         )  # fmt: skip
-                for step in T.serial(
-                    T.ceildiv(T.ceildiv(limit, keys_per_step) - split, splits)
-                ):
+                for step in T.serial(T.ceildiv(T.ceildiv(limit, keys_per_step) - split, splits)):
                     base = (step * splits + split) * keys_per_step
                     if in_registers:
                         T.call_extern("handle", decode, T.address_of(raw[0]), keys.data)
@@ -148,3 +147,51 @@ def _decoded(codes, scales, row, width, j):
     lift = T.reinterpret(T.int32(253 << 23), "float32")
     value = T.reinterpret(bits, "float32") * lift * T.reinterpret(scale, "float32")
     return T.cast(value, "bfloat16")
+
+
+def _tiles(pages: PagedRows, queries: int) -> tuple[Tensor, Tensor]:
+    """Cut rows into tiles of one sequence's `queries` rows at most: start and end of each.
+
+    There are as many tiles as may be needed; those that are not have start beyond end.
+    """
+    num_rows, device = pages.seq.shape[0], pages.seq.device
+    rows = torch.arange(num_rows, dtype=torch.int32, device=device)
+    if queries == 1:
+        return rows, rows + 1
+    is_first = pages.place % queries == 0
+    tile = is_first.cumsum(0) - is_first[0].to(torch.int64)  # a part may begin inside a tile
+    most = num_rows // queries + 2 + 2 * pages.block_tables.shape[0]
+    start = rows.new_full((most,), num_rows).scatter_reduce(0, tile, rows, "amin")
+    return start, rows.new_zeros(most).scatter_reduce(0, tile, rows + 1, "amax")
+
+
+def score_entries(
+    q: Tensor, head_weights: Tensor, keys: RowPool, pages: PagedRows, columns: int,
+    listed: Listed | None,
+) -> Tensor:  # fmt: skip
+    num_rows, heads, width = q.shape
+    scores = torch.empty(num_rows, columns, dtype=q.dtype, device=q.device)
+    if not num_rows:
+        return scores
+    queries = 1 if pages.one_per_seq or listed is not None else QUERIES
+    start, end = _tiles(pages, queries)
+    ids = pages.block_tables.new_empty(num_rows, 1) if listed is None else listed.ids
+    limit = pages.visible if listed is None else listed.num_columns(pages.visible)
+    splits = min(-(-WANTED_BLOCKS // start.shape[0]), -(-columns // (KEYS * WARPGROUPS)))
+    run = compiled(
+        index_scores_program, heads, width, queries, pages.per_block,
+        0 if listed is None else listed.size, WARPGROUPS, has_known_registers(),
+    )  # fmt: skip
+    run(q, head_weights, keys.codes, keys.scales, start, end, pages.seq,
+        limit.to(torch.int32), pages.block_tables, ids, scores, splits)  # fmt: skip
+    return scores
+
+
+SAMPLES = (
+    Sample(index_scores_program, (32, 128, 4, 64, 0, 2, True)),
+    Sample(index_scores_program, (32, 128, 1, 128, 8, 2, True)),
+    Sample(index_scores_program, (32, 128, 4, 128, 0, 2, False)),
+    Sample(index_scores_program, (32, 128, 1, 128, 8, 2, False)),
+    Sample(index_scores_program, (16, 32, 4, 64, 0, 2, True)),
+    Sample(index_scores_program, (16, 32, 1, 128, 8, 2, True)),
+)

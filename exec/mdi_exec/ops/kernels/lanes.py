@@ -13,13 +13,18 @@ WARP = 32
 SAMPLES = ()  # no kernel of its own
 
 
+def require_multiple(width: int, of: int) -> None:
+    """Raise `ValueError` unless a row's width is a multiple of `of` (a chunk, or a group)."""
+    if width % of:
+        raise ValueError(f"width {width} must be a multiple of {of}")
+
+
 def row_threads(width: int) -> int:
     """Threads of a block that handles one row: at most 256, whole warps, no idle ones if possible.
 
     Raises `ValueError` for a width that is not a multiple of `CHUNK`.
     """
-    if width % CHUNK:
-        raise ValueError(f"a row of {width} values does not consist of chunks of {CHUNK}")
+    require_multiple(width, CHUNK)
     chunks = width // CHUNK
     for threads in range(FLAT_THREADS, 0, -WARP):
         if chunks % threads == 0:

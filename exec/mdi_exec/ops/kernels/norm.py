@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 
 from mdi_exec.ops.kernels.jit import Sample, compiled
-from mdi_exec.ops.kernels.lanes import CHUNK, block_sum, row_chunks, row_threads
+from mdi_exec.ops.kernels.lanes import (
+    CHUNK,
+    block_sum,
+    require_multiple,
+    row_chunks,
+    row_threads,
+)
 from mdi_exec.ops.kernels.quantise import round_fp8
+from mdi_exec.ops.quantise import GROUP
 
 # Names of the weights' dtypes: bfloat16 in checkpoints, float32 if someone promoted them.
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -92,7 +99,8 @@ def rms_norm_rows(width: int, eps: float, weight_dtype: str = "bfloat16"):
 
 
 def rms_norm_round_rows(width: int, eps: float, weight_dtype: str = "bfloat16"):
-    """As `rms_norm_rows`, and the normed rows once more, rounded by QA."""
+    """As `rms_norm_rows`, and the normed rows once more, rounded by QA; width a multiple of 32."""
+    require_multiple(width, GROUP)
     rows = T.dynamic("rows")
 
     @T.prim_func

@@ -229,6 +229,11 @@ def round_groups(form: str):
     return round_groups_kernel
 
 
+def _grouped(x: Tensor, group: int) -> Tensor:
+    """View x [..., d] as groups [G, group]; d must be a multiple of the group."""
+    return torch.unflatten(x.contiguous(), -1, (-1, group)).flatten(0, -2)
+
+
 def _quantise(x: Tensor, form: str, code_dtype: torch.dtype, scale_dtype: torch.dtype) -> Quantised:
     group, size = group_of(form), code_bytes(form)
     lead, width = x.shape[:-1], x.shape[-1]
@@ -236,7 +241,7 @@ def _quantise(x: Tensor, form: str, code_dtype: torch.dtype, scale_dtype: torch.
     scales = torch.empty(*lead, width // group, dtype=torch.uint8, device=x.device)
     if x.numel():
         kernel = compiled(quantise_groups, form)
-        kernel(x.contiguous().view(-1, group), codes.view(-1, group * size // CHUNK),
+        kernel(_grouped(x, group), codes.view(-1, group * size // CHUNK),
                scales.view(-1))  # fmt: skip
     return Quantised(codes.view(code_dtype), scales.view(scale_dtype))
 
@@ -257,7 +262,7 @@ def _round(x: Tensor, form: str) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         kernel = compiled(round_groups, form)
-        kernel(x.contiguous().view(-1, GROUP), out.view(-1, GROUP))
+        kernel(_grouped(x, GROUP), _grouped(out, GROUP))
     return out
 
 

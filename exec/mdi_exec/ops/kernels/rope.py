@@ -4,7 +4,7 @@ import tilelang.language as T
 from torch import Tensor
 
 from mdi_exec.ops.kernels.jit import Sample, compiled
-from mdi_exec.ops.kernels.lanes import CHUNK, FLAT_THREADS
+from mdi_exec.ops.kernels.lanes import CHUNK, FLAT_THREADS, require_multiple
 from mdi_exec.ops.rope import Rotation
 
 PAIRS = CHUNK // 2
@@ -31,6 +31,7 @@ def rotate_rows(heads: int, width: int, rotated: int, inverse: bool):
 
     `rotated` is a multiple of 8.
     """
+    require_multiple(rotated, CHUNK)
     rows, per_head = T.dynamic("rows"), rotated // CHUNK
     per_row = heads * per_head
 

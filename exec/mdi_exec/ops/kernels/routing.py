@@ -1,7 +1,8 @@
 """Kernels of routing: choosing experts, sorting rows by expert, adding results up.
 
-All three are small and latency-bound except `combine`, which reads each routed row once. Counting is
-integer arithmetic, so the order of atomic additions does not show. Read next: `ops/routing.py`.
+The first two are small and bound by latency, `combine` by memory: it reads each routed row once.
+Rows are counted in integers, so the order of atomic additions does not show. Read next:
+`ops/routing.py`.
 """
 
 import tilelang.language as T
@@ -15,7 +16,9 @@ WARP = 32
 LINEAR_FROM = 20.0  # torch's softplus is the identity above
 ROUTE_WARPS = 4  # tokens a block of `route`
 GROUP_WARPS = 8
+GROUP_THREADS = GROUP_WARPS * WARP
 LOADS = 8  # loads of one lane in flight while rows are grouped
+STEP = WARP * LOADS  # rows a warp takes at a time
 VECTOR = 8  # bfloat16 values of a 16-byte access
 
 
@@ -102,13 +105,92 @@ def route(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, T
     return experts, weights
 
 
+@T.macro
+def _read_ids(experts, first, ids):
+    """Read LOADS rows' experts from `first` on, a warp's lanes side by side; none is NO_EXPERT."""
+    for i in T.unroll(LOADS):
+        ids[i] = NO_EXPERT
+        if first + i * WARP < experts.shape[0]:
+            ids[i] = experts[first + i * WARP]
+
+
+@T.macro
+def _count_rows(experts, first, steps, expert, histogram, own):
+    """Add this thread's rows to the histogram; own[0] counts the expert's among them."""
+    ids = T.alloc_local((LOADS,), "int32")
+    own[0] = 0
+    for s in T.serial(steps):
+        _read_ids(experts, first + s * STEP, ids)
+        for i in T.unroll(LOADS):
+            if ids[i] >= 0:
+                T.atomic_add(histogram[ids[i]], 1)
+            own[0] = own[0] + T.if_then_else(ids[i] == expert, 1, 0)
+
+
+@T.macro
+def _count_before(histogram, expert, tile: int, own, shared, rows, tiles):
+    """Set rows[0] and tiles[0] to those of lower experts, and own[0] to the lower warps' rows."""
+    thread = T.get_thread_binding()
+    rows[0] = 0
+    tiles[0] = 0
+    for i in T.serial(T.ceildiv(histogram.shape[0], GROUP_THREADS)):
+        if i * GROUP_THREADS + thread < expert:
+            rows[0] = rows[0] + histogram[i * GROUP_THREADS + thread]
+            tiles[0] = tiles[0] + (histogram[i * GROUP_THREADS + thread] + (tile - 1)) // tile
+    own[0] = T.warp_reduce_sum(own[0])
+    rows[0] = T.warp_reduce_sum(rows[0])
+    tiles[0] = T.warp_reduce_sum(tiles[0])
+    if thread % WARP == 0:
+        shared[0, thread // WARP] = own[0]
+        shared[1, thread // WARP] = rows[0]
+        shared[2, thread // WARP] = tiles[0]
+    T.sync_threads()
+    own[0] = 0
+    rows[0] = 0
+    tiles[0] = 0
+    for w in T.unroll(GROUP_WARPS):
+        own[0] = own[0] + T.if_then_else(w < thread // WARP, shared[0, w], 0)
+        rows[0] = rows[0] + shared[1, w]
+        tiles[0] = tiles[0] + shared[2, w]
+
+
+@T.macro
+def _place_rows(experts, first, steps, expert, at, order, position):
+    """Write the expert's rows from sorted row at[0] on, as this warp comes across them."""
+    lane = T.get_thread_binding() % WARP
+    ids = T.alloc_local((LOADS,), "int32")
+    mine, rank = T.alloc_var("uint32"), T.alloc_var("int32")
+    for s in T.serial(steps):
+        _read_ids(experts, first + s * STEP, ids)
+        for i in T.unroll(LOADS):
+            mine = T.cast(T.ballot(ids[i] == expert), "uint32")
+            if ids[i] == expert:
+                rank = T.cast(T.popcount(mine & ((T.uint32(1) << lane) - T.uint32(1))), "int32")
+                rank = rank + at[0]
+                order[rank] = first + s * STEP + i * WARP
+                position[first + s * STEP + i * WARP] = rank
+            at[0] = at[0] + T.cast(T.popcount(mine), "int32")
+
+
+@T.macro
+def _cut_tiles(expert, count, row, tile: int, tile_expert, tile_start, first):
+    """Write an expert's tiles from number first[0] on, and advance it; `tile` 0 fills the rest."""
+    thread = T.get_thread_binding()
+    for i in T.serial(T.ceildiv(count, GROUP_THREADS)):
+        if i * GROUP_THREADS + thread < count:
+            tile_expert[first[0] + i * GROUP_THREADS + thread] = expert
+            tile_start[first[0] + i * GROUP_THREADS + thread] = (
+                row + (i * GROUP_THREADS + thread) * tile
+            )
+    first[0] = first[0] + count
+
+
 def group_rows_program(num_experts: int, tile: int):
     """Give each expert a block, which reads all rows, counts them and places its own.
 
     A warp owns a stretch of rows, so that ranks inside a stretch need no barrier.
     """
     num_rows, num_tiles = T.dynamic("num_rows"), T.dynamic("num_tiles")
-    threads, step = GROUP_WARPS * WARP, WARP * LOADS
 
     @T.prim_func
     def main(
@@ -120,99 +202,33 @@ def group_rows_program(num_experts: int, tile: int):
         tile_expert: T.Tensor((num_tiles,), "int32"),
         tile_start: T.Tensor((num_tiles,), "int32"),
     ):
-        with T.Kernel(num_experts, threads=threads) as expert:
+        with T.Kernel(num_experts, threads=GROUP_THREADS) as expert:
             thread = T.get_thread_binding()
-            warp, lane = thread // WARP, thread % WARP
             histogram = T.alloc_shared((num_experts,), "int32")
-            own_in_warp = T.alloc_shared((GROUP_WARPS,), "int32")
-            before_in_warp = T.alloc_shared((GROUP_WARPS,), "int32")
-            tiles_in_warp = T.alloc_shared((GROUP_WARPS,), "int32")
-            ids = T.alloc_local((LOADS,), "int32")
-            own, before, tiles = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            at, mine = T.alloc_var("int32"), T.alloc_var("uint32")
-            steps_of_warp = T.ceildiv(num_rows, GROUP_WARPS * step)
-            first = warp * steps_of_warp * step
-
-            for i in T.serial(T.ceildiv(num_experts, threads)):
-                if i * threads + thread < num_experts:
-                    histogram[i * threads + thread] = 0
+            shared = T.alloc_shared((3, GROUP_WARPS), "int32")
+            at, tiles = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
+            before, count = T.alloc_local((1,), "int32"), T.alloc_var("int32")
+            steps = T.ceildiv(num_rows, GROUP_WARPS * STEP)
+            first = thread // WARP * steps * STEP + thread % WARP
+            for i in T.serial(T.ceildiv(num_experts, GROUP_THREADS)):
+                if i * GROUP_THREADS + thread < num_experts:
+                    histogram[i * GROUP_THREADS + thread] = 0
             T.sync_threads()
-
-            own = 0
-            for s in T.serial(steps_of_warp):
-                for i in T.unroll(LOADS):
-                    row = first + s * step + i * WARP + lane
-                    ids[i] = NO_EXPERT
-                    if row < num_rows:
-                        ids[i] = experts[row]
-                for i in T.unroll(LOADS):
-                    if ids[i] >= 0:
-                        T.atomic_add(histogram[ids[i]], 1)
-                    own = own + T.if_then_else(ids[i] == expert, 1, 0)
+            _count_rows(experts, first, steps, expert, histogram, at)
             T.sync_threads()
-
-            before = 0
-            tiles = 0
-            for i in T.serial(T.ceildiv(num_experts, threads)):
-                other = i * threads + thread
-                if other < expert:
-                    before = before + histogram[other]
-                    tiles = tiles + (histogram[other] + (tile - 1)) // tile
-            own = T.warp_reduce_sum(own)
-            before = T.warp_reduce_sum(before)
-            tiles = T.warp_reduce_sum(tiles)
-            if lane == 0:
-                own_in_warp[warp] = own
-                before_in_warp[warp] = before
-                tiles_in_warp[warp] = tiles
-            T.sync_threads()
-
-            before = 0
-            tiles = 0
-            at = 0
-            for i in T.unroll(GROUP_WARPS):
-                before = before + before_in_warp[i]
-                tiles = tiles + tiles_in_warp[i]
-                at = at + T.if_then_else(i < warp, own_in_warp[i], 0)
-            at = at + before
-            for s in T.serial(steps_of_warp):
-                for i in T.unroll(LOADS):
-                    row = first + s * step + i * WARP + lane
-                    ids[i] = NO_EXPERT
-                    if row < num_rows:
-                        ids[i] = experts[row]
-                for i in T.unroll(LOADS):
-                    mine = T.ballot(ids[i] == expert)
-                    if ids[i] == expert:
-                        rank = at + T.cast(
-                            T.popcount(
-                                mine & ((T.uint32(1) << T.cast(lane, "uint32")) - T.uint32(1))
-                            ),
-                            "int32",
-                        )
-                        order[rank] = first + s * step + i * WARP + lane
-                        position[first + s * step + i * WARP + lane] = rank
-                    at = at + T.cast(T.popcount(mine), "int32")
-
-            own = histogram[expert]
+            _count_before(histogram, expert, tile, at, shared, before, tiles)
+            at[0] = at[0] + before[0]
+            _place_rows(experts, first, steps, expert, at, order, position)
+            count = histogram[expert]
             if thread == 0:
-                counts[expert] = own
-                offsets[expert] = before
-                if expert == num_experts - 1:
-                    offsets[num_experts] = num_rows
-            own = (own + (tile - 1)) // tile
-            for i in T.serial(T.ceildiv(own, threads)):
-                if i * threads + thread < own:
-                    tile_expert[tiles + i * threads + thread] = expert
-                    tile_start[tiles + i * threads + thread] = (
-                        before + (i * threads + thread) * tile
-                    )
+                counts[expert] = count
+                offsets[expert] = before[0]
+            count = (count + (tile - 1)) // tile
+            _cut_tiles(expert, count, before[0], tile, tile_expert, tile_start, tiles)
             if expert == num_experts - 1:
-                tiles = tiles + own
-                for i in T.serial(T.ceildiv(num_tiles - tiles, threads)):
-                    if tiles + i * threads + thread < num_tiles:
-                        tile_expert[tiles + i * threads + thread] = NO_EXPERT
-                        tile_start[tiles + i * threads + thread] = 0
+                if thread == 0:
+                    offsets[num_experts] = num_rows
+                _cut_tiles(NO_EXPERT, num_tiles - tiles[0], 0, 0, tile_expert, tile_start, tiles)
 
     return main
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mdi_exec.ops.kernels.jit import Sample, compiled
-from mdi_exec.ops.kernels.lanes import CHUNK, FLAT_THREADS
+from mdi_exec.ops.kernels.lanes import CHUNK, FLAT_THREADS, require_multiple
 from mdi_exec.ops.kernels.quantise import (
     FORM_OF,
     FP4,
@@ -25,6 +25,7 @@ from mdi_exec.ops.row_pool import RowPool
 
 def store_rows_kernel(form: str, width: int):
     """Store values [rows, width] at pool rows `index` as code and scale bytes."""
+    require_multiple(width, group_of(form))
     rows, pool_rows = T.dynamic("rows"), T.dynamic("pool_rows")
     group, size, per_row = group_of(form), code_bytes(form), width // CHUNK
     lanes = group // CHUNK
@@ -77,6 +78,7 @@ def decode(form, stored, scale_byte, decoded):
 
 def gather_rows_kernel(form: str, width: int):
     """Values [rows, width] of pool rows `index`, bfloat16; zeros where it is -1."""
+    require_multiple(width, group_of(form))
     rows, pool_rows = T.dynamic("rows"), T.dynamic("pool_rows")
     group, size, per_row = group_of(form), code_bytes(form), width // CHUNK
     lanes = group // CHUNK

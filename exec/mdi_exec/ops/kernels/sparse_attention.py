@@ -87,9 +87,7 @@ def sparse_attention_program(heads, width, window_width, top_k):
                 at = step * 256 + worker * 32
                 if at < width:
                     for v in T.vectorized(16):
-                        raw[(i * steps + step) * 16 + v] = codes[
-                            T.max(found[i], 0), at // 2 + v
-                        ]
+                        raw[(i * steps + step) * 16 + v] = codes[T.max(found[i], 0), at // 2 + v]
                     for v in T.vectorized(2):
                         factor[(i * steps + step) * 2 + v] = T.if_then_else(
                             found[i] >= 0,
@@ -240,7 +238,8 @@ def sparse_attention_program(heads, width, window_width, top_k):
                     out_right[h, d] *= total_shared[h]
                 T.copy(out_right, q_right)
             else:
-                T.set_max_nreg(104, 0)
+                # All three together must not exceed what the block was launched with, 3 x 168.
+                T.set_max_nreg(96, 0)
                 worker, line = (tx - 256) % 8, (tx - 256) // 8
                 for pair in T.serial(pairs):
                     for b in T.unroll(2):

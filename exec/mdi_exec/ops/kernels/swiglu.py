@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from mdi_exec.ops.kernels.jit import Sample, compiled
-from mdi_exec.ops.kernels.lanes import CHUNK, row_chunks, row_threads
+from mdi_exec.ops.kernels.lanes import CHUNK, require_multiple, row_chunks, row_threads
 from mdi_exec.ops.kernels.quantise import load_chunk, round_fp8
+from mdi_exec.ops.quantise import GROUP
 
 
 def _activate(gate, up, limit):
@@ -52,6 +53,7 @@ def swiglu_halves_rows(inner: int, limit: float, weighted: bool):
 
     Without `weighted` there is no row_weights parameter.
     """
+    require_multiple(inner, GROUP)
     rows = T.dynamic("rows")
 
     if weighted:
@@ -80,6 +82,7 @@ def swiglu_halves_rows(inner: int, limit: float, weighted: bool):
 
 def swiglu_rows(inner: int, limit: float, weighted: bool):
     """As `swiglu_halves_rows`, from two tensors gate and up [rows, inner]."""
+    require_multiple(inner, GROUP)
     rows = T.dynamic("rows")
 
     if weighted:

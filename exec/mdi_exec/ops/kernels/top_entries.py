@@ -1,6 +1,6 @@
 """Exact top-k over rows of bfloat16 scores, and the block maxima that candidates are chosen by.
 
-One block a row, by counting: the first 12 of a score's 16 bits in one histogram, the last 4 of those
+One block a row, by counting: the first 12 of a score's 16 bits in one histogram, the last 4 of the
 scores that share the threshold's first 12 in another. That gives the k-th best score exactly; then
 columns are emitted in order. Only integers are added, so the order of threads does not show. Read
 next: `ops/top_entries.py`.
@@ -16,6 +16,7 @@ from mdi_exec.ops.top_entries import NONE, candidate_blocks_ref
 WARP = 32
 THREADS = 512
 WARPS = THREADS // WARP
+BLOCKS_OF_SM = 2  # keeps a thread at 64 registers, so that one row's barriers hide behind another
 VECTOR = 8  # bfloat16 scores of a 16-byte access
 WORDS = VECTOR // 2
 LOADS = 4  # vectors of one thread in flight while scores are counted
@@ -159,6 +160,7 @@ def top_visible_program(k: int):
         chosen: T.Tensor((rows, k), "int32"),
     ):
         with T.Kernel(rows, threads=THREADS) as row:
+            T.annotate_min_blocks_per_sm(BLOCKS_OF_SM)
             thread = T.get_thread_binding()
             high = T.alloc_shared((HIGH_BINS,), "int32")
             low = T.alloc_shared((LOW_BINS,), "int32")
@@ -234,7 +236,7 @@ def block_maxima_program(block_size: int):
     def main(
         scores: T.Tensor((rows, vectors, WORDS), "int32"),
         visible: T.Tensor((rows,), "int32"),
-        maxima: T.Tensor((rows, blocks_of_row), "uint16"),
+        maxima: T.Tensor((rows, blocks_of_row), "int16"),
         reachable: T.Tensor((rows,), "int32"),
     ):
         with T.Kernel(rows, T.ceildiv(blocks_of_row, MAXIMA_THREADS), threads=MAXIMA_THREADS) as (
@@ -262,7 +264,7 @@ def block_maxima_program(block_size: int):
                 if (block + 1) * block_size >= limit:
                     best = INFINITE_KEY
                 maxima[row, block] = T.cast(
-                    T.if_then_else(best >= 0x8000, best & 0x7FFF, 0xFFFF - best), "uint16"
+                    T.if_then_else(best >= 0x8000, best & 0x7FFF, 0xFFFF - best), "int16"
                 )
 
     return main
@@ -279,7 +281,7 @@ def candidate_blocks(scores: Tensor, visible: Tensor, block_size: int, k: int) -
     reachable = torch.empty(num_rows, dtype=torch.int32, device=scores.device)
     if num_rows:
         program = compiled(block_maxima_program, block_size)
-        program(_vectors(scores), visible.to(torch.int32), maxima.view(torch.uint16), reachable)
+        program(_vectors(scores), visible.to(torch.int32), maxima.view(torch.int16), reachable)
     return top_visible(maxima, reachable, min(k, num_blocks))
 
 

@@ -21,7 +21,6 @@ from mdi_exec.ops.packing import block_of
 from mdi_exec.ops.routing import RowGroups
 
 GROUP = 32
-STAGES = 4  # K blocks in flight
 FEW_ROWS = 64  # up to here a dense product reads codes; beyond, expanded weights pay
 
 
@@ -90,9 +89,7 @@ def weight_gemm(
                 T.copy(scales[tile_expert[bt], bn * cta_scale_rows, 0], factors)
                 T.clear(sums)
                 for step in T.Pipelined(k // block, num_stages=stages):
-                    T.copy(
-                        words[tile_expert[bt], bn * rows_per_cta, step * words_per_block], codes
-                    )
+                    T.copy(words[tile_expert[bt], bn * rows_per_cta, step * words_per_block], codes)
                     T.copy(x[tile_start[bt], step * block], tokens)
                     if in_registers:
                         T.call_extern(
@@ -103,9 +100,7 @@ def weight_gemm(
                     else:
                         for i, j in T.Parallel(rows_per_cta, block):
                             weight[i, j] = _decoded(codes, factors, i, j, step, block, is_fp8)
-                    T.gemm(
-                        weight, tokens, sums, transpose_B=True, policy=T.GemmWarpPolicy.FullRow
-                    )
+                    T.gemm(weight, tokens, sums, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
                 end = T.alloc_var("int32", init=offsets[tile_expert[bt] + 1])
                 start = T.alloc_var("int32", init=tile_start[bt])
                 for i, j in T.Parallel(rows_per_cta, tile):
@@ -117,14 +112,14 @@ def weight_gemm(
     return kernel
 
 
-def _run(x, codes, scales, is_fp8, tiles, tile, rows_per_cta):
+def _run(x, codes, scales, is_fp8, tiles, tile, rows_per_cta, stages, warpgroups):
     """Multiply sorted rows x [R, K] by codes [E, n, words]; tiles are expert, start, offsets."""
     experts, n, k = codes.shape[0], codes.shape[1], x.shape[1]
     out = torch.empty(x.shape[0], n, dtype=torch.bfloat16, device=x.device)
     if x.shape[0]:
         run = compiled(
             weight_gemm, n, k, experts, is_fp8, "bfloat16", tile, block_of(k), rows_per_cta,
-            STAGES, rows_per_cta // 64, has_known_registers(),
+            stages, warpgroups, has_known_registers(),
         )  # fmt: skip
         run(x, codes, scales.view(torch.uint8).view(experts, -1, k // GROUP), *tiles, out)
     return out
@@ -132,7 +127,10 @@ def _run(x, codes, scales, is_fp8, tiles, tile, rows_per_cta):
 
 def expert_gemm(x: Tensor, weights: QuantisedWeight, groups: RowGroups, tile: int) -> Tensor:
     tiles = (groups.tile_expert, groups.tile_start, groups.offsets)
-    return _run(x, weights.codes, weights.scales, weights.is_fp8, tiles, tile, 128)
+    # Wide blocks decode and multiply more for every token they load; with few tokens a tile, loading
+    # weights is all that counts, and narrow blocks keep more loads in flight.
+    shape = (256, 3, 2) if tile > FEW_ROWS else (128, 4, 2)
+    return _run(x, weights.codes, weights.scales, weights.is_fp8, tiles, tile, *shape)
 
 
 @cache
@@ -153,16 +151,16 @@ def dense_product(x: Tensor, weight: QuantisedWeight, groups: int) -> Tensor:
     if groups > 1:  # groups are experts that all have every row
         x = torch.unflatten(x, 1, (groups, -1)).transpose(0, 1).flatten(0, 1)
     out = _run(x, codes, weight.scales, weight.is_fp8,
-               _even_tiles(rows, groups, tile, x.device), tile, 64)  # fmt: skip
+               _even_tiles(rows, groups, tile, x.device), tile, 64, 4, 1)  # fmt: skip
     return torch.unflatten(out, 0, (groups, -1)).transpose(0, 1).flatten(1) if groups > 1 else out
 
 
 SAMPLES = (
-    Sample(weight_gemm, (4608, 5120, 384, False, "bfloat16", 96, 128, 128, 4, 2, True)),
-    Sample(weight_gemm, (5120, 2304, 384, False, "bfloat16", 96, 128, 128, 4, 2, True)),
+    Sample(weight_gemm, (4608, 5120, 384, False, "bfloat16", 80, 128, 256, 3, 2, True)),
+    Sample(weight_gemm, (5120, 2304, 384, False, "bfloat16", 96, 128, 256, 3, 2, True)),
     Sample(weight_gemm, (4608, 5120, 384, False, "bfloat16", 16, 128, 128, 4, 2, True)),
     Sample(weight_gemm, (1280, 5120, 1, True, "bfloat16", 16, 128, 64, 4, 1, True)),
-    Sample(weight_gemm, (4608, 5120, 384, False, "bfloat16", 96, 128, 128, 4, 2, False)),
+    Sample(weight_gemm, (4608, 5120, 384, False, "bfloat16", 80, 128, 256, 3, 2, False)),
     Sample(weight_gemm, (1280, 5120, 1, True, "bfloat16", 16, 128, 64, 4, 1, False)),
     Sample(weight_gemm, (128, 128, 16, False, "bfloat16", 16, 128, 128, 4, 2, True)),
     Sample(weight_gemm, (128, 64, 16, False, "bfloat16", 16, 64, 128, 4, 2, True)),

@@ -1,0 +1,160 @@
+"""Matrix-product kernels against their references, and against each other bit for bit."""
+
+import pytest
+import torch
+
+from mdi_exec.ops.expert_gemm import expert_gemm, expert_gemm_ref, tile_rows
+from mdi_exec.ops.gemm import (
+    QuantisedWeight,
+    matmul,
+    matmul_ref,
+    quantised_gemm,
+    quantised_gemm_ref,
+)
+from mdi_exec.ops.hyper_connections import HcProjection, hc_coefficients, hc_coefficients_ref
+from mdi_exec.ops.quantise import quantise_activation
+from mdi_exec.ops.routing import group_rows
+from tests.gpu.marks import gpu
+from tests.gpu.vectors import ROW_COUNTS, assert_bits, normal
+
+pytestmark = gpu
+SHARE_OFF = 0.02  # of bfloat16 results, by one step: sums of another order
+
+
+def assert_rounded_sums(found, wanted):
+    """Equal but for a few results one bfloat16 step off; small sums of large terms a little more."""
+    assert (found.shape, found.dtype) == (wanted.shape, torch.bfloat16)
+    a, b = found.float(), wanted.float()
+    assert torch.isfinite(a).all()
+    spread = b.square().mean().sqrt()
+    assert ((a - b).abs() <= 2**-7 * b.abs() + 1e-4 * spread).all()
+    assert (a != b).float().mean() <= SHARE_OFF
+
+
+def random_bytes(*shape, low=0, high=256, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randint(low, high, shape, dtype=torch.uint8, device="cuda", generator=generator)
+
+
+def fp8_weight(n, k, seed=0):
+    codes = (normal(n, k, seed=seed) * 100).float().to(torch.float8_e4m3fn)
+    scales = random_bytes(-(-n // 32), k // 32, low=112, high=116, seed=seed)
+    return QuantisedWeight(codes, scales.view(torch.float8_e8m0fnu))
+
+
+def fp4_weights(experts, n, k, seed=0):
+    codes = random_bytes(experts, n, k // 2, seed=seed).view(torch.int8)
+    scales = random_bytes(experts, n, k // 32, low=118, high=122, seed=seed + 1)
+    return QuantisedWeight(codes, scales.view(torch.float8_e8m0fnu))
+
+
+@pytest.mark.parametrize(("n", "k"), [(384, 5120), (512, 5120), (32, 128), (16, 128), (8200, 512)])
+@pytest.mark.parametrize("rows", ROW_COUNTS)
+def test_plain_product(n, k, rows):
+    x, weight = normal(rows, k), normal(n, k, seed=1)
+    found = matmul(x, weight)
+    torch.testing.assert_close(found, matmul_ref(x, weight), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("n", "k"), [(1280, 5120), (512, 192), (64, 128), (96, 32)])
+@pytest.mark.parametrize("rows", ROW_COUNTS)
+def test_fp8_product_from_codes_and_from_copies(n, k, rows):
+    weight, x = fp8_weight(n, k), quantise_activation(normal(rows, k, seed=2))
+    wanted = quantised_gemm_ref(x, weight)
+    packed = weight.packed()
+    copied = weight.expanded(torch.bfloat16).packed()
+    assert_bits(packed.dequantised(), weight.dequantised())
+    found = quantised_gemm(x, packed)
+    assert_rounded_sums(found, wanted)
+    assert_bits(quantised_gemm(x, copied), found)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64, 130])
+def test_grouped_output_product(rows):
+    weight, x = fp8_weight(4 * 96, 256), normal(rows, 4 * 256)
+    wanted = quantised_gemm_ref(x, weight, 4)
+    for made in (weight.packed(), weight.expanded(torch.bfloat16).packed()):
+        found = quantised_gemm(x, made, 4)
+        assert_rounded_sums(found, wanted)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65, 700])
+def test_rows_of_a_product_do_not_depend_on_the_batch(rows):
+    weight = fp8_weight(1280, 5120).expanded(torch.bfloat16).packed()
+    x = quantise_activation(normal(4096, 5120))
+    assert_bits(quantised_gemm(x[:rows].contiguous(), weight), quantised_gemm(x, weight)[:rows])
+    gate = normal(384, 5120, seed=1)
+    assert_bits(matmul(x[:rows].contiguous(), gate), matmul(x, gate)[:rows])
+
+
+ROUTINGS = {
+    "spread": lambda tokens, experts: torch.randperm(experts)[:3].expand(tokens, -1),
+    "one takes all": lambda tokens, experts: torch.tensor([1]).expand(tokens, -1),
+    "random": lambda tokens, experts: torch.rand(tokens, experts).argsort(1)[:, :6].sort(1).values,
+}
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("tokens", [1, 3, 64, 129, 1000])
+@pytest.mark.parametrize(("n", "k"), [(256, 5120), (320, 2304), (128, 64), (128, 128)])
+def test_expert_product(name, tokens, n, k):
+    experts = 16
+    torch.manual_seed(tokens)
+    chosen = ROUTINGS[name](tokens, experts).to("cuda", torch.int32).contiguous()
+    weights = fp4_weights(experts, n, k)
+    tile = tile_rows(chosen.numel(), experts)
+    groups = group_rows(chosen, experts, tile)
+    x = quantise_activation(normal(chosen.numel(), k))
+    found = expert_gemm(x, weights.packed(), groups, tile)
+    wanted = expert_gemm_ref(x, weights, groups, tile)
+    assert_rounded_sums(found, wanted)
+
+
+def test_expert_rows_do_not_depend_on_the_tile():
+    chosen = torch.rand(500, 16, device="cuda").argsort(1)[:, :6].sort(1).values.to(torch.int32)
+    weights, x = fp4_weights(16, 256, 5120).packed(), quantise_activation(normal(3000, 5120))
+    results = [
+        expert_gemm(x, weights, group_rows(chosen.contiguous(), 16, tile), tile)
+        for tile in (16, 32, 64, 96, 128)
+    ]
+    for other in results[1:]:
+        assert_bits(other, results[0])
+
+
+def test_decoding_in_registers_and_by_the_portable_loop_agree():
+    """What other architectures run must be what this one was tested with."""
+    from mdi_exec.ops.kernels import weight_gemm
+
+    x = quantise_activation(normal(70, 512))
+    for weight, is_fp8 in ((fp8_weight(256, 512), True), (fp4_weights(1, 256, 512), False)):
+        packed, found = weight.packed(), []
+        for in_registers in (True, False):
+            kernel = weight_gemm.compiled(
+                weight_gemm.weight_gemm, 256, 512, 1, is_fp8, "bfloat16", 64, 128, 128, 4, 2,
+                in_registers,
+            )  # fmt: skip
+            out = torch.full((70, 256), torch.nan, dtype=torch.bfloat16, device="cuda")
+            tiles = weight_gemm._even_tiles(70, 1, 64, x.device)
+            codes = packed.codes.view(1, 256, -1)
+            scales = packed.scales.view(torch.uint8).view(1, -1, 16)
+            kernel(x, codes, scales, *tiles, out)
+            found.append(out)
+        assert_bits(*found)
+        wanted = matmul_ref(x, weight.dequantised().view(256, 512)).to(torch.bfloat16)
+        assert_rounded_sums(found[0], wanted)
+
+
+@pytest.mark.parametrize("width", [5120, 128])
+@pytest.mark.parametrize("rows", [1, 3, 64, 129])
+def test_hyper_connection_coefficients(width, rows):
+    streams = normal(rows, 4, width)
+    projection = HcProjection(normal(24, 4 * width, seed=1).float() * (4 * width) ** -0.5 * 1.37)
+    base, scale = normal(24, seed=2).float(), torch.tensor([0.5, 0.6, 0.4], device="cuda")
+    options = dict(norm_eps=1e-20, iterations=20, eps=1e-6)
+    found = hc_coefficients(streams, projection, base, scale, **options)
+    wanted = hc_coefficients_ref(streams, projection, base, scale, **options)
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    alone = hc_coefficients(streams[:1], projection, base, scale, **options)
+    for mine, whole in zip(alone, found, strict=True):
+        assert_bits(mine, whole[:1])
