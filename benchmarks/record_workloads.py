@@ -147,9 +147,9 @@ def preemption(sizes: Sizes) -> Iterator[Workload]:
     """A pool that holds all prompts but not all outputs: requests lose their memory and redo."""
     job, count = sizes.pressure, sizes.pressure_requests
     group = tuple(job for _ in range(count))
-    whole, start = count * _blocks(job.prompt + job.output), count * _blocks(job.prompt)
+    start, whole = (count * -(-n // BLOCK) for n in (job.prompt + 1, job.prompt + job.output))
     options = _pool((group,), num_seqs=count, max_num_batched_tokens=max(sizes.chunks))
-    options["num_blocks"] = 2 + start + (whole - start) // 4
+    options["num_blocks"] = 1 + start + (whole - start) // 4
     yield Workload("preemption", "a block pool too small for the outputs", options, (group,))
 
 
