@@ -18,6 +18,7 @@ occasion. To try it without a GPU: tiny --device cpu --sizes small --seconds 2.
 
 import argparse
 import copy
+import gc
 import shlex
 import sys
 import tempfile
@@ -51,7 +52,10 @@ def restarted(llm: LLM, options: dict[str, Any]) -> LLM:
     """Return the loaded model behind a new engine and cache; the old ones are closed."""
     llm.engine.close()
     fresh = copy.copy(llm)
-    del llm.engine
+    del llm.engine, fresh.engine
+    gc.collect()  # cache and graphs of the old engine may hang in reference cycles
+    if llm.model.device.type == "cuda":
+        torch.cuda.empty_cache()
     fresh.options, scheduler_options = split_options(options)
     layout = CacheLayout(config=llm.config, numerics=llm.model.numerics)
     fresh.scheduler_config = scheduler_config(
