@@ -41,11 +41,12 @@ __device__ __forceinline__ void entry_keys(const unsigned char* codes, const uns
     const __half_raw half = __nv_cvt_fp8_to_halfraw(scales[i / 2], __NV_E4M3);
     const __nv_bfloat162 factor =
         __hmul2(__float2bfloat162_rn(__half2float(__half(half))), lift);
-    const unsigned w = words[i];
-    out[4 * i + 0] = product(((w << 12) & 0x80008000u) | ((w << 6) & 0x01C001C0u), factor);
-    out[4 * i + 1] = product(((w << 8) & 0x80008000u) | ((w << 2) & 0x01C001C0u), factor);
-    out[4 * i + 2] = product(((w << 4) & 0x80008000u) | ((w >> 2) & 0x01C001C0u), factor);
-    out[4 * i + 3] = product((w & 0x80008000u) | ((w >> 6) & 0x01C001C0u), factor);
+    // Multiplying copies a code to two places, which takes turns with masking on another unit.
+    const unsigned low = words[i], high = low >> 8;
+    out[4 * i + 0] = product(((low & 0x000F000Fu) * 0x1040u) & 0x81C081C0u, factor);
+    out[4 * i + 1] = product(((low & 0x00F000F0u) * 0x0104u) & 0x81C081C0u, factor);
+    out[4 * i + 2] = product(((high & 0x000F000Fu) * 0x1040u) & 0x81C081C0u, factor);
+    out[4 * i + 3] = product(((high & 0x00F000F0u) * 0x0104u) & 0x81C081C0u, factor);
   }
 }
 

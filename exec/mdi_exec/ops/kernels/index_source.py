@@ -44,12 +44,11 @@ __device__ __forceinline__ void decode_quarters(const int* raw, void* operand) {
     const unsigned factor = static_cast<unsigned>(mine[kWords]) * 0x00800080u;
     #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      const unsigned w = mine[i];
-      const unsigned pair[4] = {
-          ((w << 12) & 0x80008000u) | ((w << 6) & 0x01C001C0u),
-          ((w << 8) & 0x80008000u) | ((w << 2) & 0x01C001C0u),
-          ((w << 4) & 0x80008000u) | ((w >> 2) & 0x01C001C0u),
-          (w & 0x80008000u) | ((w >> 6) & 0x01C001C0u)};
+      const unsigned low = mine[i], high = low >> 8;
+      const unsigned pair[4] = {((low & 0x000F000Fu) * 0x1040u) & 0x81C081C0u,
+                                ((low & 0x00F000F0u) * 0x0104u) & 0x81C081C0u,
+                                ((high & 0x000F000Fu) * 0x1040u) & 0x81C081C0u,
+                                ((high & 0x00F000F0u) * 0x0104u) & 0x81C081C0u};
       #pragma unroll
       for (int j = 0; j < 4; ++j) out[(4 * i + j) * 2 + half] = scaled(pair[j], factor);
     }

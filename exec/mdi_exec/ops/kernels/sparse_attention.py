@@ -18,6 +18,7 @@ KEY_BLOCK = 64
 HEAD_TILE = 64
 LINES = KEY_BLOCK // 16  # lines of a key block that a gathering thread helps to fill
 THREADS = 384
+LOADERS = 256  # threads that load queries, while the others gather the first keys
 FIRST_MAX = -1e30
 LOG2_E = 1.4426950408889634
 KEY_SHIFT = 16  # keys are handled 2^-16 times as large as they are
@@ -32,7 +33,7 @@ def sparse_attention_program(heads, width, window_width, top_k):
     unit_scale = width**-0.5 * 2.0**KEY_SHIFT
     scale = unit_scale * LOG2_E
     chunks = width // 8  # of 8 values: 16 bytes of bfloat16
-    units = -(-HEAD_TILE * chunks // THREADS)  # of them for each thread
+    units = -(-HEAD_TILE * chunks // LOADERS)  # of them for each thread that moves queries
     entry_steps = -(-width // 256)
     rows, pool_rows, new_rows = T.dynamic("rows"), T.dynamic("pool_rows"), T.dynamic("new_rows")
 
@@ -151,7 +152,7 @@ def sparse_attention_program(heads, width, window_width, top_k):
             is_next = T.alloc_local((LINES,), "int32")
             raw = T.alloc_local((LINES * entry_steps * 16,), "uint8")
             factor = T.alloc_local((LINES * entry_steps * 2,), "uint8")
-            q_ready = T.alloc_barrier(arrive_count=THREADS)
+            q_ready = T.alloc_barrier(arrive_count=LOADERS)
             ready = T.alloc_barrier(arrive_count=[128, 128])
             free = T.alloc_barrier(arrive_count=[256, 256])
             chances_ready = T.alloc_barrier(arrive_count=128)
@@ -160,30 +161,31 @@ def sparse_attention_program(heads, width, window_width, top_k):
             tx = T.get_thread_binding()
             head_0 = head_tile * HEAD_TILE
 
-            for step in T.unroll(units):
-                unit = step * THREADS + tx
-                if unit < HEAD_TILE * chunks:
-                    if head_0 + unit // chunks < heads:
-                        for v in T.vectorized(8):
-                            pieces[step * 8 + v] = q[
-                                t, head_0 + unit // chunks, unit % chunks * 8 + v
-                            ]
-                    else:
-                        for v in T.vectorized(8):
-                            pieces[step * 8 + v] = T.cast(0, "bfloat16")
-            for step in T.unroll(units):
-                unit = step * THREADS + tx
-                if unit < HEAD_TILE * chunks:
-                    for v in T.unroll(8):
-                        turned[v] = pieces[step * 8 + v // 2 + v % 2 * 4]
-                    if unit % chunks * 8 < half:
-                        for v in T.vectorized(8):
-                            q_left[unit // chunks, unit % chunks * 8 + v] = turned[v]
-                    else:
-                        for v in T.vectorized(8):
-                            q_right[unit // chunks, unit % chunks * 8 - half + v] = turned[v]
-            T.fence_proxy_async()
-            T.barrier_arrive(q_ready)
+            if tx < LOADERS:
+                for step in T.unroll(units):
+                    unit = step * LOADERS + tx
+                    if unit < HEAD_TILE * chunks:
+                        if head_0 + unit // chunks < heads:
+                            for v in T.vectorized(8):
+                                pieces[step * 8 + v] = q[
+                                    t, head_0 + unit // chunks, unit % chunks * 8 + v
+                                ]
+                        else:
+                            for v in T.vectorized(8):
+                                pieces[step * 8 + v] = T.cast(0, "bfloat16")
+                for step in T.unroll(units):
+                    unit = step * LOADERS + tx
+                    if unit < HEAD_TILE * chunks:
+                        for v in T.unroll(8):
+                            turned[v] = pieces[step * 8 + v // 2 + v % 2 * 4]
+                        if unit % chunks * 8 < half:
+                            for v in T.vectorized(8):
+                                q_left[unit // chunks, unit % chunks * 8 + v] = turned[v]
+                        else:
+                            for v in T.vectorized(8):
+                                q_right[unit // chunks, unit % chunks * 8 - half + v] = turned[v]
+                T.fence_proxy_async()
+                T.barrier_arrive(q_ready)
 
             if tx < 128:
                 T.set_max_nreg(240, 1)
@@ -299,7 +301,7 @@ def sparse_attention_program(heads, width, window_width, top_k):
                         find_rows(entry_rows, t, pair * 2 + b + 2, top_k, line, found)
                         publish(is_there, is_valid, b, worker, line, ready)
             T.sync_threads()
-            for step in T.unroll(units):
+            for step in T.unroll(-(-HEAD_TILE * chunks // THREADS)):
                 unit = step * THREADS + tx
                 if unit < HEAD_TILE * chunks and head_0 + unit // chunks < heads:
                     if unit % chunks * 8 < half:
