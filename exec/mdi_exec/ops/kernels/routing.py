@@ -58,8 +58,7 @@ def route_program(num_experts: int, k: int, scale: float):
                         scores[i] = T.sqrt(soft)
                         biased[i] = scores[i] + bias[T.min(token, bias_rows - 1), i * WARP + lane]
                         # No number: still an expert, so that what follows stays in bounds.
-                        if T.Not(biased[i] >= LOWEST):
-                            biased[i] = LOWEST
+                        biased[i] = T.max(biased[i], LOWEST)
                 total = 0.0
                 for slot in T.unroll(k):
                     best = -T.infinity("float32")
