@@ -62,9 +62,13 @@ def gather(t, tx, shape, window, entries, shared, barriers):
             T.barrier_wait(barriers.free[b], (shape.window_pairs + pair + 1) % 2)
             for i in T.unroll(LINES):
                 if b == 0:
-                    _decode_entry(raw, factor, i, worker, line, shape, shared.left_0, shared.right_0)
+                    _decode_entry(
+                        raw, factor, i, worker, line, shape, shared.left_0, shared.right_0
+                    )
                 else:
-                    _decode_entry(raw, factor, i, worker, line, shape, shared.left_1, shared.right_1)
+                    _decode_entry(
+                        raw, factor, i, worker, line, shape, shared.left_1, shared.right_1
+                    )
                 _fetch_entry(entries, found, i, worker, shape.width, raw, factor)
             _find_rows(entries.rows, t, pair * 2 + b + 2, shape.top_k, line, found)
             _publish(is_there, shared.is_valid, b, worker, line, barriers.ready)
