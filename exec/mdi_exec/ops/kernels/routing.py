@@ -13,6 +13,7 @@ from mdi_exec.ops.kernels.jit import Sample, compiled
 from mdi_exec.ops.routing import NO_EXPERT, WEIGHT_EPS, RowGroups, max_tiles
 
 WARP = 32
+LOWEST = -3.0e38  # above minus infinity, which marks what is taken
 LINEAR_FROM = 20.0  # torch's softplus is the identity above
 ROUTE_WARPS = 4  # tokens a block of `route`
 GROUP_WARPS = 8
@@ -56,6 +57,9 @@ def route_program(num_experts: int, k: int, scale: float):
                         soft = T.if_then_else(x > LINEAR_FROM, x, T.log1p(T.exp(x)))
                         scores[i] = T.sqrt(soft)
                         biased[i] = scores[i] + bias[T.min(token, bias_rows - 1), i * WARP + lane]
+                        # No number: still an expert, so that what follows stays in bounds.
+                        if T.Not(biased[i] >= LOWEST):
+                            biased[i] = LOWEST
                 total = 0.0
                 for slot in T.unroll(k):
                     best = -T.infinity("float32")

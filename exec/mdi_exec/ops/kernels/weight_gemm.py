@@ -129,7 +129,7 @@ def expert_gemm(x: Tensor, weights: QuantisedWeight, groups: RowGroups, tile: in
     tiles = (groups.tile_expert, groups.tile_start, groups.offsets)
     # Wide blocks decode and multiply more for every token they load; with few tokens a tile, loading
     # weights is all that counts, and narrow blocks keep more loads in flight.
-    shape = (256, 3, 2) if tile > FEW_ROWS else (128, 4, 2)
+    shape = (256, 3, 2) if FEW_ROWS < tile <= 96 else (128, 4, 2)
     return _run(x, weights.codes, weights.scales, weights.is_fp8, tiles, tile, *shape)
 
 
