@@ -1,8 +1,8 @@
 """The multiplying warpgroups of sparse attention: scores and online softmax, sums of values.
 
-The first warpgroup scores a key block, turns scores into probabilities and shares them; then it sums
-the left half of the values while the second sums the right half. Each rescales its sum when a higher
-score has appeared. Read next: `sparse_attention.py`.
+The first warpgroup scores a key block, turns scores into probabilities and shares them; then it
+sums the left half of the values while the second sums the right half. Each rescales its sum when a
+higher score has appeared. Read next: `sparse_attention.py`.
 """
 
 import tilelang.language as T
