@@ -22,7 +22,7 @@ SHARE_OFF = 0.02  # of bfloat16 results, by one step: sums of another order
 
 
 def assert_rounded_sums(found, wanted):
-    """Equal but for a few results one bfloat16 step off; small sums of large terms a little more."""
+    """Equal but for a few results one bfloat16 step off; small sums of large terms may be more."""
     assert (found.shape, found.dtype) == (wanted.shape, torch.bfloat16)
     a, b = found.float(), wanted.float()
     assert torch.isfinite(a).all()

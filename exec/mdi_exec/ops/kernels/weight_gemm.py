@@ -1,11 +1,11 @@
-"""Products of bfloat16 rows with FP4 or FP8 weights that are decoded on the way to the tensor cores.
+"""Products of bfloat16 rows with FP4 or FP8 weights, decoded on the way to the tensor cores.
 
 The weight stands on the left (out^T = W x^T): its rows fill the tensor core's 64-row side whatever
 the number of tokens, and its decoded values go from registers straight into the product, so that a
 weight crosses shared memory once, as codes. Rows of x are grouped by expert and cut into tiles;
-`tile_expert` says whose weight a tile needs, and -1 marks an unused tile. A dense weight is the case
-of one expert. Sums run over K in ascending order in one accumulator: a row's result does not depend
-on its tile.
+`tile_expert` says whose weight a tile needs, and -1 marks an unused tile. A dense weight is the
+case of one expert. Sums run over K in ascending order in one accumulator: a row's result does not
+depend on its tile.
 """
 
 from functools import cache
