@@ -145,6 +145,16 @@ def test_the_slice_fits_an_h200_and_the_whole_model_does_not():
         require_fits(needs(40), 139 * 2**30, 141 * 2**30, "cuda")
 
 
+def test_a_chunk_of_32768_tokens_at_131072_fits_an_h200():
+    """Rows are taken in blocks where they would need a score for every entry."""
+    layout = CacheLayout(config=random_config("flash-slice"))
+    limits = StepLimits(rows=32_768, seqs=1, context=131_072)
+    estimate = estimate_memory(layout, limits, num_blocks=1_030, num_slots=2, copies_limit=16e9,
+                               for_kernels=True)  # fmt: skip
+    assert estimate.workspace < 20e9
+    require_fits(estimate, free=int(141e9), total=int(150e9), where="a GPU")
+
+
 def test_what_does_not_fit_is_said_in_one_line():
     found = MemoryEstimate(weights=48 * 10**9, copies=0, cache=90 * 10**9, workspace=3 * 10**9)
     with pytest.raises(ConfigError) as caught:
