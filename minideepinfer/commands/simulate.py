@@ -21,6 +21,7 @@ from minideepinfer.commands.simulate_setup import (
     make_scheduler,
     make_work,
     memory_note,
+    model_note,
 )
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ def simulate(given: Given) -> None:
             fast_forward=options.fast_forward,
             on_progress=on_progress,
         )
-    note = memory_note(cost, shape, config)
-    report(run, options, [*work.metadata.notes, *([] if note is None else [note])])
+    notes = [memory_note(cost, shape, config), model_note(cost, shape)]
+    report(run, options, [*work.metadata.notes, *(note for note in notes if note is not None)])
 
 
 def check_outputs(options: SimulateOptions) -> None:

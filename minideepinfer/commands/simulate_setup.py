@@ -119,3 +119,11 @@ def memory_note(cost: StepCost, shape: ModelShape, config: SchedulerConfig) -> s
         f"{pool / GB:,.1f} GB of caches per device, {cost.hardware.name} has "
         f"{cost.hardware.hbm_bytes / GB:,.0f} GB: predicted as if they fitted"
     )
+
+
+def model_note(cost: StepCost, shape: ModelShape) -> str | None:
+    """Say when a fitted model was fitted for another model than the one simulated."""
+    fitted_for = cost.fit.get("model") if isinstance(cost, LinearCost) else None
+    if fitted_for in (None, shape.name):
+        return None
+    return f"step times were fitted for {fitted_for}, but {shape.name} is simulated"

@@ -143,8 +143,14 @@ class LinearCost:
         return not self.extrapolated(work)
 
     def describe(self) -> dict[str, Any]:
-        """Return the whole model, as `to_json` does."""
-        return {"kind": "linear", **self.to_json()}
+        """Return the whole model, as `to_json` does, and the hardware it was fitted on."""
+        return {"kind": "linear", "hardware": self.fit.get("hardware"), **self.to_json()}
+
+    @classmethod
+    def from_description(cls, description: Mapping[str, Any]) -> "LinearCost":
+        """Build from what `describe` returned, such as a run's metadata; raises as `from_json`."""
+        own = {k: v for k, v in description.items() if k not in ("kind", "hardware")}
+        return cls.from_json(own)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain dicts, lists and numbers; `from_json` inverts it."""
