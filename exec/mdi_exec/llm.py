@@ -54,14 +54,16 @@ class LLM:
         _check_weight_memory(self.source, self.options)
         numerics = Numerics(self.options.numerics)
         layout = CacheLayout(config=self.config, numerics=numerics)
-        self._require_memory(layout, scheduler_options)
+        workspace = self._require_memory(layout, scheduler_options)
         self.model = Transformer(
             self.config,
             Weights(self.source.tensors, self.options.device, budget=self._budget()),
             token_map=self.source.token_map,
             numerics=numerics,
         )
-        self.scheduler_config = self._sized(layout, scheduler_options, _kv_bytes(self.options))
+        self.scheduler_config = self._sized(
+            layout, scheduler_options, _kv_bytes(self.options, workspace)
+        )
         self.engine = self._engine(layout)
 
     def _budget(self) -> ExpansionBudget:
@@ -75,13 +77,16 @@ class LLM:
             max_positions=self.config.max_position_embeddings,
         )  # fmt: skip
 
-    def _require_memory(self, layout: CacheLayout, options: dict[str, Any]) -> None:
-        """Refuse, before anything is loaded, a model that will not fit on its GPU."""
+    def _require_memory(self, layout: CacheLayout, options: dict[str, Any]) -> int:
+        """Refuse, before anything is loaded, a model that will not fit on its GPU.
+
+        Returns the bytes a step may need beside weights and cache (0 on a CPU).
+        """
         if self.options.device == "cpu":
-            return
+            return 0
         # A cache sized by what is left fits by itself: here it counts as a small one.
         is_sized = self.options.gpu_memory_utilization is None
-        kv_bytes = _kv_bytes(self.options) if is_sized else DEFAULT_KV_CACHE_GB * GB
+        kv_bytes = _kv_bytes(self.options, 0) if is_sized else DEFAULT_KV_CACHE_GB * GB
         config = self._sized(layout, options, kv_bytes)
         limits = StepLimits(rows=config.token_budget, seqs=config.max_num_seqs,
                             context=config.max_model_len)  # fmt: skip
@@ -91,6 +96,7 @@ class LLM:
             for_kernels=self.options.uses_kernels,
         )  # fmt: skip
         require_fits_on(estimate, self.options.device)
+        return estimate.workspace
 
     def _engine(self, layout: CacheLayout) -> LLMEngine:
         config, device = self.scheduler_config, self.options.device
@@ -243,13 +249,16 @@ def _check_weight_memory(source: ModelSource, options: EngineOptions) -> None:
                           f"the model's weights take {weights / GB:.3f} GB")  # fmt: skip
 
 
-def _kv_bytes(options: EngineOptions) -> float:
-    """Bytes for the cache; a share of GPU memory counts what is free once the weights are in."""
+def _kv_bytes(options: EngineOptions, workspace: int) -> float:
+    """Bytes for the cache; a share of GPU memory counts what is free once the weights are in.
+
+    A step's workspace stays free then.
+    """
     if options.gpu_memory_utilization is None:
         given = options.kv_cache_memory_gb
         return (given if given is not None else DEFAULT_KV_CACHE_GB) * GB
     free, total = torch.cuda.mem_get_info(options.device)
-    return free - (1.0 - options.gpu_memory_utilization) * total
+    return free - (1.0 - options.gpu_memory_utilization) * total - workspace
 
 
 def _hardware(device: str) -> str:

@@ -29,12 +29,12 @@ class EngineOptions:
     `device` is a torch device name. `numerics` is "quantised" (the released rounding) or "float32".
     KV blocks come from `kv_cache_memory_gb`, or from what `gpu_memory_utilization` of the device's
     memory leaves beside the weights; without either, 1 GB. `weight_cache_memory_gb` refuses to
-    load a model whose weights take more. `expanded_weights_memory_gb` is spent on unpacked copies of
-    quantised weights, which make products faster and change no result: on a GPU bfloat16 ones of
-    dense weights (16 GB unless given), on a CPU float32 ones of any (1 GB). `replay_keep_tokens` > 0 turns bounded replay of the consumer
-    layers on. `use_cuda_graphs` runs decode steps as captured graphs, one per batch size, captured
-    when first needed; it changes no result, and nothing on a CPU or with float32 numerics. `seed`
-    makes the seeds of requests that bring none.
+    load a model whose weights take more. `expanded_weights_memory_gb` is spent on unpacked copies
+    of quantised weights, which make products faster and change no result: on a GPU bfloat16 ones of
+    dense weights (16 GB unless given), on a CPU float32 ones of any (1 GB). `replay_keep_tokens`
+    > 0 turns bounded replay of the consumer layers on. `use_cuda_graphs` runs decode steps as
+    captured graphs, one per batch size, captured when first needed; it changes no result, and
+    nothing on a CPU or with float32 numerics. `seed` makes the seeds of requests that bring none.
     """
 
     device: str = "cpu"

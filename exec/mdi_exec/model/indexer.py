@@ -116,7 +116,7 @@ class Indexer:
     def _select(
         self, scores: Tensor, pages: PagedRows, listed: Listed | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return pool rows of the best entries, int32 [R, topk], and the candidate source's blocks."""
+        """Return the best entries' pool rows, int32 [R, topk], and a candidate source's blocks."""
         config, visible = self.config, pages.visible
         limit = visible if listed is None else listed.num_columns(visible)
         columns = top_visible(scores, limit, config.index_topk)

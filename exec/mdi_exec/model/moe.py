@@ -55,7 +55,7 @@ class Moe:
         self.shared_w2 = QLinear(shared, "w2", width, inner)
 
     def __call__(self, f_in: Tensor, x: Quantised | Tensor, ctx: StepContext) -> Tensor:
-        """Return the sublayer's output [T, D] for its normed input f_in [T, D]; x is f_in rounded."""
+        """Return the sublayer's output [T, D] for its normed input f_in [T, D]; x is it rounded."""
         experts, weights = self.router(f_in, ctx.batch.is_image)
         tile = tile_rows(experts.numel(), self.num_experts)
         groups = group_rows(experts, self.num_experts, tile)

@@ -93,7 +93,7 @@ class Weights:
     def fp4_experts(
         self, names: tuple[str, ...], num_experts: int, rows: int, columns: int
     ) -> QuantisedWeight:
-        """Return all experts' FP4 weights `names`, one below the other: [E, names * rows, columns]."""
+        """Return all experts' FP4 weights, `names` stacked: [E, names * rows, columns]."""
         total, packs = len(names) * rows, self.budget.for_kernels
         width, dtype = (columns // 8, torch.int32) if packs else (columns // 2, torch.int8)
         all_codes = torch.empty(num_experts, total, width, dtype=dtype, device=self.device)

@@ -46,9 +46,9 @@ def expert_gemm(
 ) -> Tensor:
     """Multiply each row by its expert's weight [N, K]^T.
 
-    x has R rows of K inputs sorted by expert, weights are stacked [E, N, K], and `groups` says whose
-    rows are whose, in tiles of `tile` rows. Returns [R, N], dtype as `quantised_gemm`. The reference
-    reads the experts' counts on the host.
+    x has R rows of K inputs sorted by expert, weights are stacked [E, N, K], and `groups` says
+    whose rows are whose, in tiles of `tile` rows. Returns [R, N], dtype as `quantised_gemm`. The
+    reference reads the experts' counts on the host.
     """
     if isinstance(x, Quantised):
         return expert_gemm_ref(x, weights, groups, tile)

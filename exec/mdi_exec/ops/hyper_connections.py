@@ -105,7 +105,7 @@ class HcProjection:
 
     @property
     def terms(self) -> Tensor:
-        """High, middle and low bfloat16 terms, one below the other, then zero rows to 32's multiple.
+        """High, middle and low bfloat16 terms, one below the other, then zeros to a multiple of 32.
 
         Their sum is the float32 weight, so that tensor cores multiply it exactly.
         """

@@ -47,7 +47,7 @@ class PagedRows(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """Scored columns that are the entries of listed blocks: ids int32 [T, C], ascending, -1 last."""
+    """Scored columns that are entries of listed blocks: ids int32 [T, C], ascending, -1 last."""
 
     ids: Tensor
     size: int

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mdi_exec.ops.backend import select
-from mdi_exec.ops.quantise import Quantised, quantise_activation
+from mdi_exec.ops.quantise import Quantised, quantise_activation_ref
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -23,7 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rms_norm_round_ref(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Quantised | Tensor]:
     normed = rms_norm_ref(x, weight, eps)
-    return normed, quantise_activation(normed)
+    return normed, quantise_activation_ref(normed)
 
 
 def rms_norm_round(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Quantised | Tensor]:

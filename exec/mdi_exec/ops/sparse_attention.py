@@ -80,7 +80,8 @@ def sparse_attention(
 
     q [T, H, d]; window holds window keys, window_rows int32 [T, W] says which of them each query
     sees; entry_rows int32 [T, K] are rows of the pool `entries` (both None in window-only layers);
-    -1 = none. sink float32 [H]. Returns [T, H, d] in q's dtype, still rotated by the query's position.
+    -1 = none. sink float32 [H]. Returns [T, H, d] in q's dtype, still rotated by the query's
+    position.
     """
     run = select(q, ref=sparse_attention_ref, kernel="sparse_attention.sparse_attention")
     return run(q, window, window_rows, sink, entries=entries, entry_rows=entry_rows)

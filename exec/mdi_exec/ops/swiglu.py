@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mdi_exec.ops.backend import select
 from mdi_exec.ops.elementwise import everywhere
-from mdi_exec.ops.quantise import Quantised, quantise_activation
+from mdi_exec.ops.quantise import Quantised, quantise_activation_ref
 
 
 def swiglu_quantise_ref(
@@ -20,7 +20,7 @@ def swiglu_quantise_ref(
     hidden = everywhere(torch.nn.functional.silu, a) * b
     if row_weights is not None:
         hidden = row_weights.unsqueeze(-1) * hidden
-    return quantise_activation(hidden.to(gate.dtype))
+    return quantise_activation_ref(hidden.to(gate.dtype))
 
 
 def swiglu_quantise(

@@ -2,9 +2,9 @@
 
 Both formats come out exactly: an E2M1 or E4M3 number times its scale has at most six significant
 bits. All keys are a power of two smaller than they should be, which keeps every factor in range;
-the kernel multiplies scores and output back. Numbers are built in pairs four elements apart (i, i + 4
-of every eight), which costs one shift and mask for two; the kernel orders queries likewise and puts
-the output in its usual order again.
+the kernel multiplies scores and output back. Numbers are built in pairs four elements apart (i,
+i + 4 of every eight), which takes one shift or multiplication for two; the kernel orders queries
+likewise and puts the output in its usual order again.
 """
 
 KEY_SOURCE = r"""

@@ -46,7 +46,8 @@ __device__ __forceinline__ void split_fp8(const unsigned* w, unsigned (&pair)[4]
   pair[3] = fp8_pair(w[1] >> 8);
 }
 
-// Fill this thread's part of a [rows, 32 * groups] operand that `warps` warps share.
+// Fill this thread's part of a [rows, 32 * groups] operand. Each warpgroup has its own rows, in
+// blocks of 64.
 template <bool kFp8, int kRows, int kWarps, int kGroups, int kScaleStride, int kScaleShift>
 __device__ __forceinline__ void decode(const int* words, const unsigned char* scales,
                                        void* operand, int thread) {
@@ -57,7 +58,8 @@ __device__ __forceinline__ void decode(const int* words, const unsigned char* sc
   for (int block = 0; block < kBlocks; ++block) {
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = block * 16 * kWarps + (thread >> 5) * 16 + half * 8 + (lane >> 2);
+      const int row = (thread >> 7) * 64 * kBlocks + block * 64 + ((thread & 127) >> 5) * 16 +
+                      half * 8 + (lane >> 2);
       const unsigned* from = reinterpret_cast<const unsigned*>(words) + (row * 4 + column) * kWords;
       unsigned w[kWords];
       if constexpr (kWords % 4 == 0) {

@@ -24,8 +24,10 @@ def _step_of(k):
 
 
 def gemm(n, k, groups, dtype, tile_m, tile_n, stages):
-    """out[:, g] = x[:, g] w[g]^T: x [rows, groups * k], w [groups * n, k], out [rows, groups * n]."""
+    """out[:, g] = x[:, g] w[g]^T; x [rows, groups * k], w [groups * n, k]."""
     rows, step = T.dynamic("rows"), _step_of(k)
+    grid = (T.ceildiv(n, tile_n), T.ceildiv(rows, tile_m), groups)
+    threads = 256 if tile_m > 64 else 128
 
     @T.prim_func
     def kernel(
@@ -33,9 +35,7 @@ def gemm(n, k, groups, dtype, tile_m, tile_n, stages):
         w: T.Tensor((groups * n, k), "bfloat16"),
         out: T.Tensor((rows, groups * n), dtype),
     ):
-        with T.Kernel(
-            T.ceildiv(n, tile_n), T.ceildiv(rows, tile_m), groups, threads=256 if tile_m > 64 else 128
-        ) as (bn, bm, g):  # fmt: skip
+        with T.Kernel(*grid, threads=threads) as (bn, bm, g):
             left = T.alloc_shared((tile_m, step), "bfloat16")
             right = T.alloc_shared((tile_n, step), "bfloat16")
             sums = T.alloc_fragment((tile_m, tile_n), "float32")

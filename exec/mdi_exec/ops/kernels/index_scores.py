@@ -6,6 +6,9 @@ a sum along a result row, most of it inside one thread. Scores are float32 insid
 bfloat16. Every score depends on its query and its key alone.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import tilelang.language as T
 import torch
 from torch import Tensor
@@ -21,10 +24,20 @@ QUERIES = 4  # of one sequence that share a block
 WANTED_BLOCKS = 1024  # several for each multiprocessor; keys are split over blocks to get them
 
 
-def _key_column(width, j):
-    """The key's own column that stands at operand column j (see `index_source.py`)."""
-    step = j // 8  # of eight columns: four threads with a pair each
-    return width // 4 * (j % 8 // 2) + step // 4 * 8 + step % 4 + j % 2 * 4
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Where a tile's keys stand: blocks of sequence `seq`, of those the ones listed for `row`.
+
+    Columns of the tile from `limit` on have no key.
+    """
+
+    block_tables: Any
+    seq: Any
+    per_block: int
+    blocks: Any
+    row: Any
+    list_block: int
+    limit: Any
 
 
 @by_hand("bounds")
@@ -36,17 +49,7 @@ def index_scores_program(heads, width, queries, per_block, list_block, warpgroup
     rows, pool_rows, tiles = T.dynamic("rows"), T.dynamic("pool_rows"), T.dynamic("tiles")
     seqs, table_width, columns = T.dynamic("seqs"), T.dynamic("table_width"), T.dynamic("columns")
     listed = T.dynamic("listed")
-    words = width // 32
-    keys_per_step = KEYS * warpgroups
-    load, decode = f"mdi::load_quarter<{width}>", f"mdi::decode_quarters<{width}>"
-
-    @T.macro
-    def find(block_tables, blocks, seq, row, column, limit, found):
-        """Pool row of a column's entry; columns beyond the limit repeat the last one."""
-        safe = T.alloc_var("int32", init=T.max(T.min(column, limit - 1), 0))
-        if list_block > 0:
-            safe = blocks[row, safe // list_block] * list_block + safe % list_block
-        found[0] = block_tables[seq, safe // per_block] * per_block + safe % per_block
+    words, keys_per_step = width // 32, KEYS * warpgroups
 
     @T.prim_func
     def kernel(
@@ -79,51 +82,23 @@ def index_scores_program(heads, width, queries, per_block, list_block, warpgroup
             end = T.alloc_var("int32", init=tile_end[tile])
             limit = T.alloc_var("int32", init=0)
             seq = T.alloc_var("int32", init=0)
-            first = tx // 32 * 16 + tx % 32 // 4
+            pages = Pages(block_tables, seq, per_block, blocks, start, list_block, limit)
             if start < end:
                 limit = visible[end - 1]
                 seq = seq_of_row[start]
-                for i, j in T.Parallel(queries * heads, width):
-                    queries_shared[i, j] = q[
-                        T.min(start + i // heads, rows - 1), i % heads, _key_column(width, j)
-                    ]
-                for i, h in T.Parallel(queries, heads):
-                    weights[i, h] = T.cast(head_weights[T.min(start + i, rows - 1), h], "float32")
+                _load_queries(q, head_weights, start, queries_shared, weights)
                 if in_registers:
-                    for half in T.unroll(2):
-                        find(
-                            block_tables, blocks, seq, start,
-                            split * keys_per_step + first + half * 8, limit, found,
-                        )  # fmt: skip
-                        T.call_extern(
-                            "handle", load, T.address_of(codes[found[0], 0]),
-                            T.address_of(scales[found[0], 0]), tx % 4,
-                            T.address_of(raw[half * (words + 1)]),
-                        )  # fmt: skip
+                    _load_keys(codes, scales, pages, split * keys_per_step, tx, found, raw)
                 for step in T.serial(T.ceildiv(T.ceildiv(limit, keys_per_step) - split, splits)):
                     base = (step * splits + split) * keys_per_step
                     if in_registers:
+                        decode = f"mdi::decode_quarters<{width}>"
                         T.call_extern("handle", decode, T.address_of(raw[0]), keys.data)
-                        for half in T.unroll(2):
-                            find(
-                                block_tables, blocks, seq, start,
-                                base + splits * keys_per_step + first + half * 8, limit, found,
-                            )  # fmt: skip
-                            T.call_extern(
-                                "handle", load, T.address_of(codes[found[0], 0]),
-                                T.address_of(scales[found[0], 0]), tx % 4,
-                                T.address_of(raw[half * (words + 1)]),
-                            )  # fmt: skip
+                        _load_keys(
+                            codes, scales, pages, base + splits * keys_per_step, tx, found, raw
+                        )
                     else:
-                        for i, j in T.Parallel(keys_per_step, width):
-                            safe = T.max(T.min(base + i, limit - 1), 0)
-                            entry = (
-                                blocks[start, safe // list_block] * list_block + safe % list_block
-                                if list_block
-                                else safe
-                            )
-                            row = block_tables[seq, entry // per_block] * per_block
-                            keys[i, j] = _decoded(codes, scales, row + entry % per_block, width, j)
+                        _decode_keys(codes, scales, pages, base, keys)
                     T.gemm(
                         keys, queries_shared, dots, transpose_B=True, clear_accum=True,
                         policy=T.GemmWarpPolicy.FullRow,
@@ -136,6 +111,58 @@ def index_scores_program(heads, width, queries, per_block, list_block, warpgroup
                             scores[start + n, base + i] = T.cast(sums[i, n], "bfloat16")
 
     return kernel
+
+
+@T.macro
+def _load_queries(q, head_weights, start, queries_shared, weights):
+    """Load a tile's queries, in the keys' column order, and their head weights."""
+    rows, heads, width = q.shape
+    for i, j in T.Parallel(queries_shared.shape[0], width):
+        queries_shared[i, j] = q[
+            T.min(start + i // heads, rows - 1), i % heads, _key_column(width, j)
+        ]
+    for i, h in T.Parallel(weights.shape[0], heads):
+        weights[i, h] = T.cast(head_weights[T.min(start + i, rows - 1), h], "float32")
+
+
+@T.macro
+def _load_keys(codes, scales, pages, base, tx, found, raw):
+    """Load this thread's quarters of its two keys of the block that begins at column `base`."""
+    width, words = codes.shape[1] * 2, scales.shape[1]
+    for half in T.unroll(2):
+        _find(pages, pages.seq, pages.row, base + tx // 32 * 16 + tx % 32 // 4 + half * 8,
+              pages.limit, found)  # fmt: skip
+        T.call_extern(
+            "handle", f"mdi::load_quarter<{width}>", T.address_of(codes[found[0], 0]),
+            T.address_of(scales[found[0], 0]), tx % 4, T.address_of(raw[half * (words + 1)]),
+        )  # fmt: skip
+
+
+@T.macro
+def _find(pages, seq, row, column, limit, found):
+    """Pool row of a column's entry; columns beyond the limit repeat the last one."""
+    size, per_block = pages.list_block, pages.per_block
+    safe = T.alloc_var("int32", init=T.max(T.min(column, limit - 1), 0))
+    if size > 0:
+        safe = pages.blocks[row, safe // size] * size + safe % size
+    found[0] = pages.block_tables[seq, safe // per_block] * per_block + safe % per_block
+
+
+@T.macro
+def _decode_keys(codes, scales, pages, base, keys):
+    """Load and decode a block of keys, for targets whose register order is not known here."""
+    size, per_block = pages.list_block, pages.per_block
+    for i, j in T.Parallel(*keys.shape):
+        safe = T.max(T.min(base + i, pages.limit - 1), 0)
+        entry = pages.blocks[pages.row, safe // size] * size + safe % size if size else safe
+        row = pages.block_tables[pages.seq, entry // per_block] * per_block
+        keys[i, j] = _decoded(codes, scales, row + entry % per_block, keys.shape[1], j)
+
+
+def _key_column(width, j):
+    """The key's own column that stands at operand column j (see `index_source.py`)."""
+    step = j // 8  # of eight columns: four threads with a pair each
+    return width // 4 * (j % 8 // 2) + step // 4 * 8 + step % 4 + j % 2 * 4
 
 
 def _decoded(codes, scales, row, width, j):

@@ -1,8 +1,8 @@
 """CUDA source that loads packed FP4 index keys and decodes them into tensor-core operands.
 
 A thread owns a quarter of a key's codes for two of its warp's rows. Codes are paired four apart (i,
-i + 4 of every eight), so the operand's column order is a permutation of the key's; `index_scores.py`
-stores the queries in the same order, which leaves every dot product as it was.
+i + 4 of every eight), so the operand's column order is a permutation of the key's;
+`index_scores.py` stores the queries in the same order, which leaves every dot product as it was.
 """
 
 INDEX_SOURCE = r"""

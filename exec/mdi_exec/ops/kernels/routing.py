@@ -13,6 +13,7 @@ from mdi_exec.ops.kernels.jit import Sample, compiled
 from mdi_exec.ops.routing import NO_EXPERT, WEIGHT_EPS, RowGroups, max_tiles
 
 WARP = 32
+LOWEST = -3.0e38  # above minus infinity, which marks what is taken
 LINEAR_FROM = 20.0  # torch's softplus is the identity above
 ROUTE_WARPS = 4  # tokens a block of `route`
 GROUP_WARPS = 8
@@ -48,14 +49,7 @@ def route_program(num_experts: int, k: int, scale: float):
             other_id = T.alloc_var("int32")
             total, rank = T.alloc_var("float32"), T.alloc_var("int32")
             if token < tokens:
-                for i in T.unroll(per_lane):
-                    scores[i] = 0.0
-                    biased[i] = -T.infinity("float32")
-                    if i * WARP + lane < num_experts:
-                        x = logits[token, i * WARP + lane]
-                        soft = T.if_then_else(x > LINEAR_FROM, x, T.log1p(T.exp(x)))
-                        scores[i] = T.sqrt(soft)
-                        biased[i] = scores[i] + bias[T.min(token, bias_rows - 1), i * WARP + lane]
+                _score_experts(logits, bias, token, lane, scores, biased)
                 total = 0.0
                 for slot in T.unroll(k):
                     best = -T.infinity("float32")
@@ -91,6 +85,21 @@ def route_program(num_experts: int, k: int, scale: float):
                         )
 
     return main
+
+
+@T.macro
+def _score_experts(logits, bias, token, lane, scores, biased):
+    """Compute this lane's experts' scores; minus infinity, biased, for those beyond the last."""
+    for i in T.unroll(scores.shape[0]):
+        scores[i] = 0.0
+        biased[i] = -T.infinity("float32")
+        if i * WARP + lane < logits.shape[1]:
+            x = logits[token, i * WARP + lane]
+            soft = T.if_then_else(x > LINEAR_FROM, x, T.log1p(T.exp(x)))
+            scores[i] = T.sqrt(soft)
+            biased[i] = scores[i] + bias[T.min(token, bias.shape[0] - 1), i * WARP + lane]
+            # No number: still an expert, so that what follows stays in bounds.
+            biased[i] = T.max(biased[i], LOWEST)
 
 
 def route(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:

@@ -126,7 +126,7 @@ def gather_rows(pool: RowPool, index: Tensor) -> Tensor:
     out = torch.empty(*index.shape, width, dtype=torch.bfloat16, device=index.device)
     if out.numel():
         kernel = compiled(gather_rows_kernel, _form(pool), width)
-        kernel(index.reshape(-1), pool.codes, pool.scales, out.view(-1, width))
+        kernel(index.reshape(-1).to(torch.int64), pool.codes, pool.scales, out.view(-1, width))
     return out
 
 

@@ -242,6 +242,7 @@ def choose_program(vocab: int, eos_id: int):
                     chosen = T.cast(
                         T.if_then_else(is_greedy[row] == 0, token[0], top_token[0]), "int64"
                     )
+                chosen = T.min(chosen, T.int64(vocab - 1))  # nobody, of logits that are no numbers
                 token_ids[row] = chosen
                 logprob = T.float64(FILTERED_LOGPROB)
                 if is_banned[chosen] == 0 and (chosen != eos_id or bans_eos[row] == 0):

@@ -1,11 +1,11 @@
-"""Products of bfloat16 rows with FP4 or FP8 weights that are decoded on the way to the tensor cores.
+"""Products of bfloat16 rows with FP4 or FP8 weights, decoded on the way to the tensor cores.
 
 The weight stands on the left (out^T = W x^T): its rows fill the tensor core's 64-row side whatever
 the number of tokens, and its decoded values go from registers straight into the product, so that a
 weight crosses shared memory once, as codes. Rows of x are grouped by expert and cut into tiles;
-`tile_expert` says whose weight a tile needs, and -1 marks an unused tile. A dense weight is the case
-of one expert. Sums run over K in ascending order in one accumulator: a row's result does not depend
-on its tile.
+`tile_expert` says whose weight a tile needs, and -1 marks an unused tile. A dense weight is the
+case of one expert. Sums run over K in ascending order in one accumulator: a row's result does not
+depend on its tile.
 """
 
 from functools import cache
@@ -21,6 +21,7 @@ from mdi_exec.ops.packing import block_of
 from mdi_exec.ops.routing import RowGroups
 
 GROUP = 32
+LARGEST_WIDE_TILE = 96  # beyond, wide blocks outgrow shared memory
 FEW_ROWS = 64  # up to here a dense product reads codes; beyond, expanded weights pay
 
 
@@ -127,9 +128,9 @@ def _run(x, codes, scales, is_fp8, tiles, tile, rows_per_cta, stages, warpgroups
 
 def expert_gemm(x: Tensor, weights: QuantisedWeight, groups: RowGroups, tile: int) -> Tensor:
     tiles = (groups.tile_expert, groups.tile_start, groups.offsets)
-    # Wide blocks decode and multiply more for every token they load; with few tokens a tile, loading
-    # weights is all that counts, and narrow blocks keep more loads in flight.
-    shape = (256, 3, 2) if tile > FEW_ROWS else (128, 4, 2)
+    # A wide block multiplies more for every token it loads. Narrower ones are slower even where
+    # few tokens make weights the only load (docs/performance.md).
+    shape = (256, 3, 2) if tile <= LARGEST_WIDE_TILE else (128, 4, 2)
     return _run(x, weights.codes, weights.scales, weights.is_fp8, tiles, tile, *shape)
 
 
@@ -158,7 +159,7 @@ def dense_product(x: Tensor, weight: QuantisedWeight, groups: int) -> Tensor:
 SAMPLES = (
     Sample(weight_gemm, (4608, 5120, 384, False, "bfloat16", 80, 128, 256, 3, 2, True)),
     Sample(weight_gemm, (5120, 2304, 384, False, "bfloat16", 96, 128, 256, 3, 2, True)),
-    Sample(weight_gemm, (4608, 5120, 384, False, "bfloat16", 16, 128, 128, 4, 2, True)),
+    Sample(weight_gemm, (4608, 5120, 384, False, "bfloat16", 16, 128, 256, 3, 2, True)),
     Sample(weight_gemm, (1280, 5120, 1, True, "bfloat16", 16, 128, 64, 4, 1, True)),
     Sample(weight_gemm, (4608, 5120, 384, False, "bfloat16", 80, 128, 256, 3, 2, False)),
     Sample(weight_gemm, (1280, 5120, 1, True, "bfloat16", 16, 128, 64, 4, 1, False)),
