@@ -58,7 +58,9 @@ def calibrate(
 def _tables(cost: "LinearCost") -> list["RenderableType"]:
     """Return what the model is and how well it fits, for people."""
     fit, tables = cost.fit, []
-    about = f"{fit['model']} on {fit['hardware'] or 'unnamed hardware'}, {len(fit['traces'])} runs"
+    count = len(fit["traces"])
+    about = (f"{fit['model']} on {fit['hardware'] or 'unnamed hardware'}, {count} "
+             f"run{'s' if count > 1 else ''}")  # fmt: skip
     tables.append(facts_table(about, [(t["name"], f"{t['steps']:,} steps, sha256 "
                                        f"{t['sha256'][:12]}") for t in fit["traces"]]))  # fmt: skip
     for kind, terms in (("prefill", cost.prefill), ("decode", cost.decode)):
