@@ -67,11 +67,12 @@ def _tables(cost: "LinearCost") -> list["RenderableType"]:
         found = fit[kind]
         rows = _errors(found)
         for name, unit in fit["units"][kind].items():
-            if name != "graphs" and getattr(terms, name):
-                rows.append((name, f"{getattr(terms, name):.6g} {unit}"))
-        if kind == "decode" and cost.decode.graphs:
-            times = [f"{size}: {ns / 1e6:.3f}" for size, ns in cost.decode.graphs]
-            rows.append(("graphs, ms", ", ".join(times)))
+            value = getattr(terms, name)
+            if isinstance(value, tuple) and value:
+                times = ", ".join(f"{size}: {ns / 1e6:.3f}" for size, ns in value)
+                rows.append((f"{name}, ms by rows", times))
+            elif value:
+                rows.append((name, f"{value:.6g} {unit}"))
         rows += [(f"dropped {name}", why) for name, why in found["dropped"].items()]
         rows += [(f"{count:,} left out", why) for why, count in found["left_out"].items()]
         tables.append(facts_table(f"{kind}: {found['n']:,} steps", rows))

@@ -13,7 +13,7 @@ from typing import Any
 
 from mdi_shared.linear_cost import (
     DECODE_TERMS,
-    PREFILL_FEATURES,
+    PREFILL_TERMS,
     DecodeTerms,
     LinearCost,
     PrefillTerms,
@@ -83,8 +83,8 @@ def fit_runs(runs: Sequence[Recorded], *, allow_constant: bool = False) -> Linea
 def _units() -> dict[str, Any]:
     """Return the unit of each coefficient."""
     return {
-        "prefill": {name: _unit(name) for name in ("const", *PREFILL_FEATURES)},
-        "decode": {**{name: _unit(name) for name in DECODE_TERMS}, "graphs": "ns by size in rows"},
+        "prefill": {**{name: _unit(name) for name in PREFILL_TERMS}, "base": "ns by rows"},
+        "decode": {**{name: _unit(name) for name in DECODE_TERMS}, "graphs": "ns by rows"},
         "host": "ns per step, or per step and sequence (_per_seq)",
     }
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mdi_sim.features import Floats, Steps
+from mdi_sim.features import FEATURES, Floats, Steps
 from mdi_sim.step_fit import FittedSteps, fit_steps
 from mdi_traces.columns import Ints
 
@@ -41,8 +41,8 @@ def diagnose(steps: Steps, fitted: FittedSteps) -> dict[str, Any]:
     """Return everything known about the errors of `fitted`, JSON-able."""
     held_out = _held_out(steps)
     mape, p90 = held_out.get("mape"), held_out.get("p90")
-    terms = {name: getattr(fitted.terms, name) for name in fitted.terms.__slots__}
-    zero = [name for name, rate in terms.items() if rate == 0 and name not in fitted.dropped]
+    kept = [name for name in FEATURES[steps.kind] if name not in fitted.dropped]
+    zero = [name for name in kept if getattr(fitted.terms, name) == 0]
     return {
         **errors(steps.ns, fitted.predict(steps)),
         "held_out_mape": mape,

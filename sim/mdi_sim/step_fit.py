@@ -8,6 +8,7 @@ Read next: `features.py` (what is fitted), `robust.py` (how), `diagnostics.py` (
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from mdi_sim.robust import choose_columns, fit_nonnegative
 EXPENDABLE = ("swa_pairs", "consumer_rows", "core_pairs", "idx_pairs_r1", "cached_rows", "n_seqs",
               "idx_pairs_r2")  # fmt: skip
 DECODE_EXPENDABLE = ("n_seqs", "sum_k")
+FEWEST_IN_STRETCH = 8  # steps between two bends of the table of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +33,15 @@ class FittedSteps:
 
     def predict(self, steps: Steps) -> Floats:
         """Return device times, ns, as `LinearCost.device_ns` does but for rounding."""
-        if isinstance(self.terms, PrefillTerms):
-            rates = np.array([getattr(self.terms, name) for name in PREFILL_FEATURES])
-            predicted: Floats = self.terms.const + steps.x @ rates
+        rows, terms = steps.column("rows"), self.terms
+        if isinstance(terms, PrefillTerms):
+            rates = np.array([getattr(terms, name) for name in PREFILL_FEATURES])
+            predicted: Floats = terms.const + steps.x @ rates
+            if terms.base:
+                sizes, times = np.array(terms.base, dtype=np.float64).T
+                last = np.minimum(rows, sizes[-1])  # beyond it, rows cost what they cost anyway
+                predicted += np.interp(rows, sizes, times) - terms.const - terms.rows * last
             return predicted
-        terms = self.terms
-        rows = steps.column("rows")
         forward = terms.const + terms.rows * rows
         if terms.graphs:
             sizes, times = np.array(terms.graphs, dtype=np.float64).T
@@ -55,13 +60,41 @@ def fit_steps(steps: Steps) -> FittedSteps:
 
 
 def fit_prefill(steps: Steps) -> FittedSteps:
-    """Fit theta of engine-semantics §7.3."""
+    """Fit theta of engine-semantics §7.3, its constant and rows as a table with bends.
+
+    A few rows cost less than the constant of many: they touch fewer experts. More rows then cost
+    little until arithmetic outweighs reading weights. So each stretch of rows has its own slope.
+    """
     kept, dropped = choose_columns(steps.x, PREFILL_FEATURES, EXPENDABLE)
-    x = np.column_stack([np.ones(len(steps)), steps.x[:, kept]])
-    const, *rates = fit_nonnegative(x, steps.ns, 1.0 / steps.ns).tolist()
+    others = [i for i in kept if PREFILL_FEATURES[i] != "rows"]
+    rows = steps.column("rows")
+    knots = _knots(rows)
+    stretches = [np.clip(rows - low, 0, high - low) for low, high in pairwise(knots)]
+    x = np.column_stack([np.ones(len(steps)), *stretches, steps.x[:, others]])
+    first, *rates = fit_nonnegative(x, steps.ns, 1.0 / steps.ns).tolist()
+    slopes, rates = rates[: len(stretches)], rates[len(stretches) :]
+    times = first + np.cumsum([0.0, *(np.array(slopes) * np.diff(knots))])
     found = dict.fromkeys(PREFILL_FEATURES, 0.0)
-    found.update({PREFILL_FEATURES[i]: rate for i, rate in zip(kept, rates, strict=True)})
-    return FittedSteps(PrefillTerms(const=const, **found), dropped)
+    found.update({PREFILL_FEATURES[i]: rate for i, rate in zip(others, rates, strict=True)})
+    found["rows"] = slopes[-1] if slopes else 0.0
+    base = tuple((knot, int(time + 0.5)) for knot, time in zip(knots, times, strict=True))
+    return FittedSteps(PrefillTerms(const=0.0, base=base, **found), dropped)
+
+
+def _knots(rows: Floats) -> list[int]:
+    """Return where the slope may change: powers of two with enough steps on either side."""
+    least, most = int(rows.min()), int(rows.max())
+    knots = [least]
+    for knot in (2**i for i in range(most.bit_length())):
+        if knot > least and _count(rows, knots[-1], knot) >= FEWEST_IN_STRETCH:
+            knots.append(knot)
+    while len(knots) > 1 and _count(rows, knots[-1], most) < FEWEST_IN_STRETCH:
+        knots.pop()
+    return [*knots, most] if most > knots[-1] else knots
+
+
+def _count(rows: Floats, above: int, up_to: int) -> int:
+    return int(((rows > above) & (rows <= up_to)).sum())
 
 
 def fit_decode(steps: Steps) -> FittedSteps:
