@@ -43,11 +43,11 @@ class Noisy:
         return {"kind": "noisy", "hardware": self.hardware}
 
 
-def requests(count=120, *, longest=40_000, seed=0, outputs=40):
-    """Requests that come in bursts of one to eight, of very different lengths."""
+def requests(count=120, *, shortest=20, longest=40_000, seed=0, outputs=40, burst=8):
+    """Requests that come in bursts of one to `burst`, of very different lengths."""
     dice = np.random.default_rng(seed)
-    bursts = np.repeat(np.arange(count), dice.integers(1, 9, count))[:count]
-    prompts = np.exp(dice.uniform(np.log(20), np.log(longest), count))
+    bursts = np.repeat(np.arange(count), dice.integers(1, burst + 1, count))[:count]
+    prompts = np.exp(dice.uniform(np.log(shortest), np.log(longest), count))
     int32 = pa.int32()
     return build_requests(
         {
