@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from mdi_shared.graph_sizes import graph_sizes
 from mdi_shared.linear_cost import PREFILL_FEATURES, DecodeTerms, PrefillTerms
 from mdi_sim.features import PREFILL, Floats, Steps
 from mdi_sim.robust import choose_columns, fit_nonnegative
@@ -109,8 +110,7 @@ def fit_decode(steps: Steps) -> FittedSteps:
     rates = dict.fromkeys(names, 0.0)
     solved = fit_nonnegative(x[:, kept], steps.ns, 1.0 / steps.ns).tolist()
     rates.update({names[i]: rate for i, rate in zip(kept, solved, strict=True)})
-    times = np.cumsum([rates[f"graph {size}"] for size in graphs.tolist()])
-    table = tuple((int(g), int(t + 0.5)) for g, t in zip(graphs, times, strict=True))
+    table = _graph_table([(size, rates[f"graph {size}"]) for size in graphs.tolist()])
     if not eager.any():
         rates |= _line_through(table)
     terms = DecodeTerms(
@@ -118,6 +118,21 @@ def fit_decode(steps: Steps) -> FittedSteps:
         graphs=table,
     )  # fmt: skip
     return FittedSteps(terms, dropped)
+
+
+def _graph_table(increments: list[tuple[int, float]]) -> tuple[tuple[int, int], ...]:
+    """Return (size, ns) of captured graphs; those not seen lie on lines between their neighbours.
+
+    `increments` are what each size seen takes longer than the one before.
+    """
+    if not increments:
+        return ()
+    seen = np.array([size for size, _ in increments])
+    times = np.cumsum([more for _, more in increments])
+    sizes = np.union1d(seen, graph_sizes(int(seen[-1])))
+    sizes = sizes[sizes >= seen[0]]
+    filled = np.interp(sizes, seen, times)
+    return tuple((int(size), int(ns + 0.5)) for size, ns in zip(sizes, filled, strict=True))
 
 
 def _decode_columns(x: Floats, names: list[str]) -> tuple[list[int], dict[str, str]]:

@@ -149,10 +149,20 @@ def test_graphs_are_a_table(graphed):
     truth, table = graphed
     steps = gather_steps([table], DECODE)
     fitted = fit_decode(steps)
-    assert [size for size, _ in fitted.terms.graphs] == np.unique(steps.graph).tolist()
+    seen = np.unique(steps.graph).tolist()
+    assert [size for size, _ in fitted.terms.graphs] == seen
     found = replace(truth, decode=fitted.terms)
     assert off(found, truth, DECODES) < 0.02
-    assert steps.left_out["first of its kind in a run"] == len(fitted.terms.graphs)
+    assert steps.left_out["first of its kind in a run"] == len(seen)
+
+
+def test_a_graph_never_seen_lies_between_its_neighbours(graphed):
+    truth, table = graphed
+    steps = gather_steps([table], DECODE)
+    fitted = fit_decode(steps.take(steps.graph != 16)).terms
+    times = dict(fitted.graphs)
+    assert times[16] == pytest.approx(times[8] + (times[24] - times[8]) / 2, abs=1)
+    assert off(replace(truth, decode=fitted), truth, [decode_work(V41_FLASH, [900] * 13)]) < 0.02
 
 
 def test_steps_whose_device_waited_for_the_host_are_left_out(graphed):
