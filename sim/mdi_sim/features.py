@@ -26,6 +26,8 @@ FEATURES: Mapping[str, tuple[str, ...]] = {PREFILL: PREFILL_FEATURES, DECODE: DE
 _COLUMN_OF = {"rows": "n_tokens", "consumer_rows": "n_consumer_rows", "cached_rows": "sum_k"}
 
 LONG_CONTEXT = 8_192  # tokens: longer contexts count as long in error tables
+SLOW_LAUNCH = 10.0  # times the median: the host compiled a kernel, which says nothing of a device
+SHORTEST_COMPILE_MS = 100.0  # hiccups below belong to a step's time
 FEWEST_OWN = 3  # undisturbed steps of a graph that make the disturbed ones dispensable
 
 
@@ -105,7 +107,8 @@ def kind_rows(table: pa.Table, kind: str) -> Bools:
 
 def gather_steps(tables: Sequence[pa.Table], kind: str) -> Steps:
     """Return the steps of a kind that say how long the device takes, from step tables of runs."""
-    parts = [_gather(table, kind) for table in tables]
+    usual_ms = _usual_launch_ms(tables, kind)
+    parts = [_gather(table, kind, usual_ms) for table in tables]
     left_out: dict[str, int] = {}
     for part in parts:
         for reason, count in part.left_out.items():
@@ -120,7 +123,7 @@ def gather_steps(tables: Sequence[pa.Table], kind: str) -> Steps:
     )
 
 
-def _gather(table: pa.Table, kind: str) -> Steps:
+def _gather(table: pa.Table, kind: str, usual_ms: float) -> Steps:
     busy = kind_rows(table, kind)
     graph = ints(table["graph_size"])
     ns = (ints(table["t_dev_end"]) - ints(table["t_dev_start"])).astype(np.float64)
@@ -128,11 +131,14 @@ def _gather(table: pa.Table, kind: str) -> Steps:
     starved = np.zeros(len(table), dtype=bool)
     if kind == DECODE:
         starved = _is_starved(table, busy & warm, graph)
-    timeless = busy & warm & ~starved & (ns <= 0)
-    keep = busy & warm & ~starved & ~timeless
+    launch_ms = np.nan_to_num(floats(table["cpu_launch_ms"]))
+    slow = busy & warm & (launch_ms > max(SLOW_LAUNCH * usual_ms, SHORTEST_COMPILE_MS))
+    timeless = busy & warm & ~starved & ~slow & (ns <= 0)
+    keep = busy & warm & ~starved & ~slow & ~timeless
     reasons = {
         "first of its kind in a run": busy & ~warm,
-        "the device waited for the host": busy & starved,
+        "the device waited for the host": busy & starved & ~slow,
+        f"launched in over {SLOW_LAUNCH:g} times the usual time": slow,
         "no device time": timeless,
     }
     return Steps(
@@ -149,6 +155,13 @@ def _is_warm(graph: Ints, busy: Bools) -> Bools:
     warm[rows[first]] = False
     warm[rows[:1]] = False
     return warm
+
+
+def _usual_launch_ms(tables: Sequence[pa.Table], kind: str) -> float:
+    """Return the median time that launching a step of a kind took, over all runs; 0 if unknown."""
+    times = np.concatenate([floats(t["cpu_launch_ms"])[kind_rows(t, kind)] for t in tables])
+    known = times[~np.isnan(times)]
+    return float(np.median(known)) if len(known) else 0.0
 
 
 def _is_starved(table: pa.Table, busy: Bools, graph: Ints) -> Bools:

@@ -22,7 +22,7 @@ from mdi_sim.robust import choose_columns, fit_nonnegative
 EXPENDABLE = ("swa_pairs", "consumer_rows", "core_pairs", "idx_pairs_r1", "cached_rows", "n_seqs",
               "idx_pairs_r2")  # fmt: skip
 DECODE_EXPENDABLE = ("n_seqs", "sum_k")
-FEWEST_IN_STRETCH = 8  # steps between two bends of the table of rows
+FEWEST_IN_STRETCH = 3  # steps between two bends of the table of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +121,10 @@ def fit_decode(steps: Steps) -> FittedSteps:
 
 
 def _graph_table(increments: list[tuple[int, float]]) -> tuple[tuple[int, int], ...]:
-    """Return (size, ns) of captured graphs; those not seen lie on lines between their neighbours.
+    """Return (size, ns) of captured graphs; sizes not seen follow a power law between neighbours.
 
-    `increments` are what each size seen takes longer than the one before.
+    `increments` are what each size seen takes longer than the one before. Decode time bends as
+    batches grow, first with the experts they touch and then not: a straight line lies too low.
     """
     if not increments:
         return ()
@@ -131,7 +132,7 @@ def _graph_table(increments: list[tuple[int, float]]) -> tuple[tuple[int, int], 
     times = np.cumsum([more for _, more in increments])
     sizes = np.union1d(seen, graph_sizes(int(seen[-1])))
     sizes = sizes[sizes >= seen[0]]
-    filled = np.interp(sizes, seen, times)
+    filled = np.exp(np.interp(np.log(sizes), np.log(seen), np.log(np.maximum(times, 1.0))))
     return tuple((int(size), int(ns + 0.5)) for size, ns in zip(sizes, filled, strict=True))
 
 
@@ -144,8 +145,9 @@ def _decode_columns(x: Floats, names: list[str]) -> tuple[list[int], dict[str, s
 
 
 def _line_through(table: tuple[tuple[int, int], ...]) -> dict[str, float]:
-    """Return const and rows for steps beyond the largest graph: a line through the table."""
-    sizes, times = np.array(table, dtype=np.float64).T
-    x = np.column_stack([np.ones(len(sizes)), sizes])
-    const, rows = fit_nonnegative(x, times, 1.0 / np.maximum(times, 1.0)).tolist()
-    return {"const": const, "rows": rows}
+    """Return const and rows for steps beyond the largest graph: on from the table's upper half."""
+    largest, most_ns = table[-1]
+    size, ns = min(table, key=lambda entry: abs(entry[0] - largest / 2))
+    slope = (most_ns - ns) / (largest - size) if largest > size else most_ns / largest
+    slope = min(slope, most_ns / largest)
+    return {"const": max(most_ns - slope * largest, 0.0), "rows": slope}
