@@ -100,8 +100,7 @@ def warm_up(llm: LLM, chunk: int) -> None:
 
 def record(llm: LLM, workload: Workload, seconds: float, provenance: dict[str, Any]) -> Run:
     """Serve a workload on a fresh engine and return the run, with its provenance."""
-    if hasattr(llm, "warm_up"):
-        llm.warm_up()
+    llm.warm_up()
     begin = time.perf_counter()
     served: dict[str, Any] = {}
     if workload.trace is not None:

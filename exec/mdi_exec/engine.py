@@ -256,18 +256,19 @@ class LLMEngine:
         return StepResult((*drawn, ()) if flight.plan.is_partial else tuple(drawn))
 
     def _report(self, report: Report) -> None:
+        flight = None
         if report.outcome is not None:
             flight = self._flights.popleft()
             self._keep(flight, report.outcome)
-            if self.recording is not None:
-                assert flight.tokens is not None, "a reported step has been awaited"
-                self.recording.landed(
-                    flight.tokens, self._start_ns, flight.awaited_ns, self.now_ns()
-                )
         for ending in report.ended:
             self._finish(ending, ())
-        if self.recording is not None:
-            self.recording.reported(report, self.now_ns())
+        if self.recording is None:
+            return
+        now_ns = self.now_ns()  # one time for all of it: a token is never seen before it is there
+        if flight is not None:
+            assert flight.tokens is not None, "a reported step has been awaited"
+            self.recording.landed(flight.tokens, self._start_ns, flight.awaited_ns, now_ns)
+        self.recording.reported(report, now_ns)
 
     def _keep(self, flight: _InFlight, outcome: StepOutcome) -> None:
         """Store a step's visible tokens and show them."""

@@ -174,11 +174,9 @@ class LLM:
         self.save_recording()
 
     def warm_up(self) -> None:
-        """Capture all decode graphs now, not when the first batch of their size comes.
-
-        Takes a moment per size, and changes nothing else. Does nothing where none are used.
-        """
-        self.engine.runner.warm_up()
+        """Compile kernels and capture graphs now, rather than in the first step of each size."""
+        config = self.scheduler_config
+        self.engine.runner.warm_up(min(config.token_budget, config.max_model_len))
 
     def save_recording(self) -> None:
         """Write the run so far to the files `record` names; nothing without it."""

@@ -29,7 +29,7 @@ from mdi_exec.model.transformer import Transformer
 from mdi_exec.request_state import Logprobs, RequestState
 from mdi_exec.sampler import Draw, Sampler
 from mdi_exec.staging import Staging
-from mdi_exec.step_inputs import StepInputs, gather_inputs
+from mdi_exec.step_inputs import StepInputs, gather_inputs, placeholder_prompt
 from mdi_exec.step_program import RESULT_COLUMNS, Forwarded, Results, StepProgram
 from mdi_shared.plan import StepPlan
 
@@ -125,10 +125,19 @@ class ModelRunner:
         self._row_of: dict[int, int] = {}  # sequence id -> its row among the newest samples
         self._last_end_ns = 0
 
-    def warm_up(self) -> None:
-        """Capture all graphs now rather than when a batch of their size comes; waits for it."""
-        if self.graphs is not None:
-            with self._on_device():
+    def warm_up(self, max_rows: int) -> None:
+        """Do now what the first steps of each size would do: compile kernels, capture graphs.
+
+        Kernels come in variants by number of rows: prompts of many sizes up to `max_rows` meet them
+        all. Everything runs on placeholders, before any request; waits for it.
+        """
+        with self._on_device():
+            for rows in _warm_up_rows(max_rows):
+                inputs = placeholder_prompt(rows)
+                tensors = self._staging.upload(inputs.arrays)
+                self._program.sample(self._program.forward(inputs.host, tensors), tensors,
+                                     inputs.needs)  # fmt: skip
+            if self.graphs is not None:
                 self.graphs.warm_up()
 
     def close(self) -> None:
@@ -256,6 +265,13 @@ class ModelRunner:
                 ids[row] = request.tokens[draw.position - 1]
         arrays = {**inputs.host.arrays, "token_ids": ids}
         return Batch.place(inputs.host, self._staging.upload(arrays))
+
+
+def _warm_up_rows(max_rows: int) -> list[int]:
+    """Powers of two and their halves again, ascending, and the largest."""
+    doubled = [1 << bit for bit in range(max_rows.bit_length())]
+    sizes = {*doubled, *(rows * 3 // 2 for rows in doubled), max_rows}
+    return sorted(rows for rows in sizes if rows <= max_rows)
 
 
 def _logprobs(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mdi_exec.batch import BatchItem, HostBatch
+from mdi_exec.batch import BLOCK_TOKENS, BatchItem, HostBatch
 from mdi_exec.request_state import RequestState
 from mdi_exec.sampler import Draw, SamplingNeeds, SamplingRows
 from mdi_exec.sampling import SamplingParams
@@ -53,6 +53,13 @@ class DecodeShape:
         )
         draws = [Draw(_NOTHING_ASKED, 0, 0)] * self.size
         return _inputs(host, [GIVEN] * self.size, [], draws, self.size)
+
+
+def placeholder_prompt(rows: int) -> StepInputs:
+    """Return a prefill step of one made-up prompt, which lives in the reserved slot and block."""
+    item = BatchItem(rows, rows, 0, (0,) * -(-rows // BLOCK_TOKENS), 1)
+    host = HostBatch.lay_out([item], [0] * rows)
+    return _inputs(host, [GIVEN] * rows, [], [Draw(_NOTHING_ASKED, 0, 0)], 0)
 
 
 def gather_inputs(

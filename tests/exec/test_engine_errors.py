@@ -149,7 +149,7 @@ def test_an_id_in_use(llm):
          "num_blocks = 5: the KV pool is too small for one request of max_model_len = 2000: it "
          "needs num_blocks >= 20 (more KV memory), or max_model_len <= 511"),
         ({"weight_cache_memory_gb": 0.001},
-         "weight_cache_memory_gb = 0.001: the checkpoint's weights take 0.008 GB"),
+         "weight_cache_memory_gb = 0.001: the model's weights take 0.008 GB"),
         ({"weight_cache_memory_gb": -1}, "weight_cache_memory_gb = -1: must be above 0 GB"),
         ({"max_model_len": 5000}, "max_model_len = 5000: the model has 4096 positions"),
         ({"replay_keep_tokens": 10},

@@ -67,9 +67,11 @@ def test_copies_change_no_bit(load, numerics, golden):
         assert torch.equal(without, with_copies)
 
 
-def test_only_a_cpu_gets_copies_unasked():
+def test_copies_unasked_are_those_that_help():
     assert EngineOptions().expanded_weights_bytes == 1e9
-    assert EngineOptions(device="cuda").expanded_weights_bytes == 0
+    assert EngineOptions(device="cuda").expanded_weights_bytes == 16e9  # for kernels
+    on_references = EngineOptions(device="cuda", numerics="float32")
+    assert on_references.expanded_weights_bytes == 0
     asked = EngineOptions(device="cuda", expanded_weights_memory_gb=2)
     assert asked.expanded_weights_bytes == 2e9
     assert EngineOptions(expanded_weights_memory_gb=0).expanded_weights_bytes == 0
