@@ -209,7 +209,8 @@ class LinearCost:
         decode = _object("decode", data["decode"], ("terms", "graphs", "ranges"))
         prefill_terms = _object("prefill.terms", prefill["terms"], PREFILL_TERMS)
         decode_terms = _object("decode.terms", decode["terms"], DECODE_TERMS)
-        host = _object("host", data["host"], tuple(item.name for item in fields(HostCost)))
+        host_names = tuple(f.name for f in fields(HostCost) if f.name != "idle_ns")
+        host = _object("host", data["host"], host_names, optional=("idle_ns",))
         return cls(
             prefill=PrefillTerms(
                 **prefill_terms, base=_int_pairs("prefill.base", prefill.get("base", ()))

@@ -28,7 +28,8 @@ MS = 1e6  # ns
 class HostTimes:
     """Host times of steps with rows, ns; NaN where a step says nothing about one.
 
-    `ingress` is how long an arrival that found the engine idle waited to be seen, `gap` how long
+    `idle` are whole turns of steps without rows, of which the other arrays hold nothing. `ingress`
+    is how long an arrival that found the engine idle waited to be seen, `gap` how long
     the device was idle before the step, `arrived` says that requests came before the step.
     """
 
@@ -38,6 +39,7 @@ class HostTimes:
     schedule: Floats
     launch: Floats
     process: Floats
+    idle: Floats
     ingress: Floats
     gap: Floats
 
@@ -47,11 +49,12 @@ def host_times(table: pa.Table) -> HostTimes:
     t_sched, t_launch, t_done = (ints(table[n]) for n in ("t_sched", "t_launch", "t_done"))
     planned = t_sched + (floats(table["cpu_sched_ms"]) + floats(table["wait_ms"])) * MS
     queued = t_launch + np.nan_to_num(floats(table["cpu_launch_ms"])) * MS
-    marks = np.sort(np.concatenate([queued, t_done]))
     idle = _found_idle(table, t_sched, t_done)
-    before = _last_mark(marks, t_sched, or_equal=True)
+    before = _last_mark(np.sort(np.concatenate([queued, t_done])), t_sched, or_equal=True)
     schedule = np.where(idle, np.nan, planned - floats(table["wait_ms"]) * MS - before)
-    began = np.maximum(_last_mark(marks, t_done, or_equal=False), ints(table["t_dev_end"]))
+    began = np.fmax(_last_mark(np.sort(queued), t_done, or_equal=True),
+                    _last_mark(np.sort(t_done), t_done, or_equal=False))  # fmt: skip
+    began = np.fmax(began, ints(table["t_dev_end"]))
     ingress = floats(table["ingress_ms"]) * MS
     gap = floats(table["gap_ms"]) * MS
     decode = kind_rows(table, DECODE)
@@ -64,12 +67,13 @@ def host_times(table: pa.Table) -> HostTimes:
         schedule=np.maximum(schedule, 0.0)[busy],
         launch=np.maximum(queued - planned, 0.0)[busy],
         process=np.maximum(t_done - began, 0.0)[busy],
+        idle=np.maximum(schedule + (queued - planned) + (t_done - began), 0.0)[~busy],
         ingress=np.where(idle, ingress, np.nan)[busy],
         gap=np.where(idle, np.nan, gap)[busy],
     )
 
 
-def _last_mark(marks: Floats, times: Ints, *, or_equal: bool) -> Floats:
+def _last_mark(marks: Floats | Ints, times: Ints, *, or_equal: bool) -> Floats:
     """Return the latest mark before each time; NaN where there is none."""
     at = np.searchsorted(marks, times, side="right" if or_equal else "left") - 1
     found: Floats = np.where(at >= 0, marks[np.maximum(at, 0)], np.nan)
@@ -92,7 +96,7 @@ def fit_host(tables: Sequence[pa.Table]) -> tuple[HostCost, dict[str, Any]]:
     arrived = np.concatenate([part.arrived for part in parts])
     times = {
         name: np.concatenate([getattr(part, name) for part in parts])
-        for name in ("schedule", "launch", "process", "ingress", "gap")
+        for name in ("schedule", "launch", "process", "idle", "ingress", "gap")
     }
     quiet = {"schedule": ~arrived, "launch": is_decode, "process": np.ones(len(n_seqs), dtype=bool)}
     lines: dict[str, tuple[int, int]] = {}
@@ -100,6 +104,7 @@ def fit_host(tables: Sequence[pa.Table]) -> tuple[HostCost, dict[str, Any]]:
     for name, which in quiet.items():
         lines[name], report[name] = _line(n_seqs, times[name], which, has_slope=name != "launch")
     prefill = ~is_decode
+    report["turns without rows"] = _spread(times["idle"])
     report["launch of prefill, beside the device"] = _spread(times["launch"][prefill])
     report["schedule with arrivals"] = _spread(times["schedule"][arrived])
     report["ingress of an idle engine"] = _spread(times["ingress"])
@@ -109,6 +114,8 @@ def fit_host(tables: Sequence[pa.Table]) -> tuple[HostCost, dict[str, Any]]:
     cost = HostCost(
         schedule_ns=schedule, schedule_ns_per_seq=schedule_n, launch_ns=launch,
         process_ns=process, process_ns_per_seq=process_n,
+        # A turn that was never seen empty takes at most what planning takes.
+        idle_ns=round(report["turns without rows"].get("p50_ns", schedule)),
     )  # fmt: skip
     return cost, report
 

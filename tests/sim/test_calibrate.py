@@ -124,7 +124,7 @@ def test_consumer_rows_are_fitted_where_replay_is_bounded():
     run = noisy_run(truth, shape=shape, trace=requests(longest=8_000), sigma=0.01)
     fitted = fit_steps(gather_steps([run.steps_table], PREFILL))
     assert "consumer_rows" not in fitted.dropped
-    assert fitted.terms.consumer_rows == pytest.approx(3_000.0, rel=0.05)
+    assert fitted.terms.consumer_rows == pytest.approx(3_000.0, rel=0.1)
 
 
 # ---- decode graphs and steps that are left out -------------------------------------------------
@@ -355,6 +355,16 @@ def test_extrapolated_steps_agree_with_the_model(cost):
 # ---- host --------------------------------------------------------------------------------------
 
 
+def test_a_turn_without_rows_costs_its_own_host_time_and_no_device_time():
+    """A request that finds its engine idle waits for a vote while empty steps go by."""
+    host = replace(HOST, idle_ns=70_000)
+    run = simulate(requests(40, burst=1, longest=200), cost=replace(TRUTH, host=host))
+    assert (run.steps.query("kind == 'idle_decode'")["gpu_ms"] == 0).all()
+    found, report = fit_host([run.steps_table])
+    assert found == host
+    assert report["turns without rows"]["n"] > 100
+
+
 def test_host_times_of_a_recorded_timeline():
     """Two decode steps overlapped, then a prefill; times in us on paper, ns in the table.
 
@@ -387,6 +397,7 @@ def test_host_times_of_a_recorded_timeline():
     host, report = fit_host([table])
     assert host.launch_ns == pytest.approx(47_500, abs=5)  # of decode steps alone
     assert report["launch of prefill, beside the device"]["n"] == 2
+    assert host.idle_ns == host.schedule_ns  # no turn without rows was seen
     assert report["ingress of an idle engine"]["p50_ns"] == pytest.approx(5_000, abs=1)
 
 
