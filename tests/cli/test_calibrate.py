@@ -1,11 +1,14 @@
 """`mdi calibrate`: what it prints and writes, and what `mdi simulate --cost` makes of the file."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from mdi_shared.linear_cost import LinearCost
+from mdi_shared.shape import TINY
+from mdi_traces.run import load_run
 from tests.sim.recorded import TRUTH, noisy_run
 
 
@@ -62,6 +65,28 @@ def test_a_roofline_extrapolates_nothing(mdi, small):
 def test_another_model_than_the_fitted_one_is_told(mdi, small, model):
     done = mdi("simulate", *small, "--cost", "m.json")
     assert "note: step times were fitted for v41-flash, but tiny is simulated" in done.out
+
+
+def test_a_shipped_model_brings_the_dimensions_it_was_fitted_for(mdi, small):
+    shipped = Path(__file__).parents[2] / "traces" / "models" / "h200-flash-slice.json"
+    done = mdi("simulate", "--workload", "azure-conv", "-n", 3, "--cost", shipped, "--out", "r")
+    assert done.code == 0, done.err
+    assert load_run("r").metadata.model == "flash-slice"
+    assert load_run("r").metadata.hardware == "NVIDIA H200"
+    assert "fitted for" not in done.out
+    other = mdi("simulate", *small, "--cost", shipped)
+    assert "fitted for flash-slice, but tiny is simulated" in other.out
+
+
+@pytest.mark.parametrize(("name", "value", "says"), [
+    ("hidden_size", None, "shape.hidden_size = None: is missing"),
+    ("heads", 3, "shape.heads = 3: unknown dimension"),
+])  # fmt: skip
+def test_dimensions_edited_into_nonsense_are_refused(fails, model, name, value, says):
+    shape = asdict(TINY) | {name: value}
+    model["fit"]["shape"] = {key: each for key, each in shape.items() if each is not None}
+    Path("m.json").write_text(json.dumps(model))
+    assert says in fails(2, "simulate", "--workload", "azure-conv", "-n", 3, "--cost", "m.json")
 
 
 def _set(document, path, value):

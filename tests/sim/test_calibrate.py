@@ -361,7 +361,8 @@ def test_a_turn_without_rows_costs_its_own_host_time_and_no_device_time():
     run = simulate(requests(40, burst=1, longest=200), cost=replace(TRUTH, host=host))
     assert (run.steps.query("kind == 'idle_decode'")["gpu_ms"] == 0).all()
     found, report = fit_host([run.steps_table])
-    assert found == host
+    assert found.idle_ns == 70_000
+    assert (found.schedule(1), found.launch(1), found.process(1)) == (203_000, 400_000, 81_500)
     assert report["turns without rows"]["n"] > 100
 
 
