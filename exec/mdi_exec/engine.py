@@ -250,6 +250,8 @@ class LLMEngine:
 
     def _await_step(self) -> StepResult:
         flight = next(flight for flight in self._flights if flight.tokens is None)
+        if self.recording is not None:
+            self.recording.catch_up()  # the device is busy meanwhile
         flight.tokens = flight.pending.result()
         flight.awaited_ns = self.now_ns()
         drawn: list[tuple[int, ...]] = [(token,) for token in flight.tokens.token_ids]

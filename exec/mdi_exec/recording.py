@@ -54,6 +54,7 @@ class Recording:
         self.options = options
         self.seed = seed
         self._recorder = RankRecorder(0)
+        self._launched: list[tuple[StepPlan, LaunchTimes]] = []  # not booked yet
         self._requests: list[RequestState] = []
 
     def submitted(self, state: RequestState) -> None:
@@ -62,16 +63,23 @@ class Recording:
         self._requests.append(state)
 
     def launched(self, plan: StepPlan, times: LaunchTimes) -> None:
-        """Note a step handed to the device."""
-        own = (times.poll_ns, times.planned_ns, times.launched_ns, 0, NO_PREDICTION)
-        self._recorder.launched(plan, step_work(self.shape, plan), own)
-        self._recorder.hosted(times.ingress_ns, times.enqueued_ns)
+        """Note a step handed to the device; it is booked by `catch_up`."""
+        self._launched.append((plan, times))
+
+    def catch_up(self) -> None:
+        """Book what was launched: count its work. For when the engine has nothing else to do."""
+        for plan, times in self._launched:
+            own = (times.poll_ns, times.planned_ns, times.launched_ns, 0, NO_PREDICTION)
+            self._recorder.launched(plan, step_work(self.shape, plan), own)
+            self._recorder.hosted(times.ingress_ns, times.enqueued_ns)
+        self._launched.clear()
 
     def landed(self, tokens: StepTokens, run_start_ns: int, awaited_ns: int, done_ns: int) -> None:
         """Note what a step took, when the host saw its end, and when it was done with it.
 
         `run_start_ns` is the engine's start on the clock of `tokens`.
         """
+        self.catch_up()
         start_ns, end_ns = tokens.start_ns - run_start_ns, tokens.end_ns - run_start_ns
         self._recorder.landed(start_ns, end_ns, done_ns, done_ns - awaited_ns)
         self._recorder.measure(tokens.sample_ns, tokens.graph_size, tokens.moe_imbalance)
@@ -82,6 +90,7 @@ class Recording:
 
     def run(self, scheduler: Scheduler) -> Run:
         """Return the tables of the run so far; requests still running are marked unfinished."""
+        self.catch_up()
         queues = scheduler.queues
         pool = (queues.blocks.num_free, queues.slots.num_free)
         self._recorder.closed(scheduler.unfinished(), pool)

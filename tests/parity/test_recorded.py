@@ -1,4 +1,4 @@
-"""Recordings in the repository: sound, told where they come from, and decided like the simulator."""
+"""Recordings in the repository are sound, say where they come from, and decide as simulated."""
 
 from pathlib import Path
 
