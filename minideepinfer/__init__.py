@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mdi_shared.placement import LeastTokens, Placement, RoundRobin
     from mdi_shared.roofline import Efficiencies, RooflineCost
     from mdi_shared.shape import TINY, V41_FLASH, ModelShape
+    from mdi_sim.calibrate import calibrate
     from mdi_sim.replay import replay_recorded
     from mdi_traces import (
         WORKLOADS,
@@ -95,6 +96,7 @@ __all__ = [
     "TraceError",
     "Uniform",
     "Workload",
+    "calibrate",
     "check_requests",
     "check_run",
     "compare",
@@ -130,6 +132,7 @@ _MODULES = {
     "mdi_exec.make_checkpoint": "make_checkpoint",
     "mdi_exec.request_state": "RequestOutput",
     "mdi_exec.sampling": "SamplingParams",
+    "mdi_sim.calibrate": "calibrate",
     "mdi_sim.replay": "replay_recorded",
     "minideepinfer.run_summary": "RunSummary summarize",
     "minideepinfer.simulated": "SimulatedRun simulate",

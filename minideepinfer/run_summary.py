@@ -1,17 +1,24 @@
 """A summary that says what its numbers rest on, and prints as a table.
 
-The metrics are those of `mdi_analysis`; this adds the label of `labels.py` and, for a simulation,
-the time it took.
+The metrics are those of `mdi_analysis`; this adds the label of `labels.py`, how many steps a fitted
+step-time model extrapolated, and, for a simulation, the time it took.
 
 Read next: `mdi_analysis/summary.py` (the metrics), docs/metrics.md (what they mean).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from io import StringIO
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 import mdi_analysis
 from mdi_analysis import SLO, RunLike, Summary
+from mdi_shared.errors import ConfigError
+from mdi_shared.linear_cost import LinearCost
+from mdi_sim.features import extrapolated_steps
+from mdi_traces.run import Run
 from minideepinfer.labels import label
 
 if TYPE_CHECKING:
@@ -25,10 +32,13 @@ class RunSummary(Summary):
     """All metrics of a run, what they rest on, and the wall time of a simulation, s.
 
     `basis` is None for a recorded run, `wall_s` for anything but a fresh simulation.
+    `extrapolated` counts the steps outside what a fitted step-time model has seen: "steps" in all,
+    "of", and by feature; None when no fitted model was used.
     """
 
     basis: str | None = None
     wall_s: float | None = None
+    extrapolated: Mapping[str, int] | None = None
 
     @property
     def speedup(self) -> float | None:
@@ -47,6 +57,8 @@ class RunSummary(Summary):
                               f"{self.speedup:,.0f} times as fast"))  # fmt: skip
         if self.basis is not None:
             grid.add_row(Text(self.basis, style="italic"))
+        if self.extrapolated is not None and self.extrapolated["steps"]:
+            grid.add_row(Text(_warning(self.extrapolated), style="italic"))
         return grid
 
     def __str__(self) -> str:
@@ -68,4 +80,31 @@ def summarize(
     """Compute every metric of a run; see `mdi_analysis.summarize`."""
     found = mdi_analysis.summarize(run, slo, n_gpus=n_gpus, itl=itl)
     values = {field.name: getattr(found, field.name) for field in fields(found)}
-    return RunSummary(**values, basis=label(run.metadata), wall_s=wall_s)
+    return RunSummary(
+        **values, basis=label(run.metadata), wall_s=wall_s, extrapolated=count_extrapolated(run)
+    )
+
+
+def count_extrapolated(run: RunLike) -> dict[str, int] | None:
+    """Count a simulated run's steps outside what its fitted model has seen; see `RunSummary`."""
+    cost = (run.metadata.config or {}).get("cost")
+    if not isinstance(run, Run) or not isinstance(cost, Mapping) or cost.get("kind") != "linear":
+        return None
+    try:
+        model = LinearCost.from_description(cost)
+    except ConfigError:
+        return None  # the run is of a version whose models had another form
+    found = extrapolated_steps(run.steps_table, model)
+    any_of = np.zeros(len(run.steps_table), dtype=bool)
+    for which in found.values():
+        any_of |= which
+    by_feature = {name: int(which.sum()) for name, which in found.items()}
+    return {"steps": int(any_of.sum()), "of": len(any_of), **by_feature}
+
+
+def _warning(extrapolated: Mapping[str, int]) -> str:
+    by_feature = ", ".join(
+        f"{name} {count:,}" for name, count in extrapolated.items() if name not in ("steps", "of")
+    )
+    return (f"extrapolated: {extrapolated['steps']:,} of {extrapolated['of']:,} steps lie outside "
+            f"what the model was fitted on ({by_feature})")  # fmt: skip

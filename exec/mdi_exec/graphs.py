@@ -23,19 +23,12 @@ from mdi_exec.sampler import SamplingNeeds
 from mdi_exec.staging import Packing, Staging
 from mdi_exec.step_inputs import DecodeShape, StepInputs
 from mdi_exec.step_program import Forwarded, Results, StepProgram
+from mdi_shared.graph_sizes import graph_sizes
 
 T = TypeVar("T")
 
-SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-SIZE_STEP = 64  # between sizes beyond the last of these
 # Any temperature, no filters, no alternatives. A greedy row is the same with noise about.
 CAPTURED_NEEDS = SamplingNeeds(has_filters=False, has_noise=True, num_top=0)
-
-
-def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Return the batch sizes there are graphs for, ascending; the last one is max_num_seqs."""
-    beyond = range(SIZES[-1] + SIZE_STEP, max_num_seqs, SIZE_STEP)
-    return (*(size for size in (*SIZES, *beyond) if size < max_num_seqs), max_num_seqs)
 
 
 @dataclass(frozen=True, slots=True)

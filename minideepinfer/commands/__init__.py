@@ -9,6 +9,7 @@ Read next: `declare.py` (options declared once), `screen.py` (what is printed wh
 
 from collections.abc import Callable
 
+from minideepinfer.commands.calibrate import calibrate
 from minideepinfer.commands.check import check
 from minideepinfer.commands.compare import compare
 from minideepinfer.commands.convert import convert
@@ -22,6 +23,7 @@ from minideepinfer.commands.simulate import simulate
 
 VERBS: dict[str, Callable[..., None]] = {
     "simulate": simulate,
+    "calibrate": calibrate,
     "show": show,
     "check": check,
     "compare": compare,

@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING
 
 from mdi_shared.errors import ConfigError
 from mdi_shared.placement import placement_by_name
-from mdi_shared.shape import shape_by_name
 from minideepinfer.commands.declare import Given, takes_options
 from minideepinfer.commands.files import require_output
 from minideepinfer.commands.screen import progress, show_json, show_table, tell
 from minideepinfer.commands.simulate_options import SimulateOptions, settle
 from minideepinfer.commands.simulate_setup import (
-    make_cost,
+    make_roofline,
     make_scheduler,
+    make_shape,
     make_work,
     memory_note,
+    model_note,
+    read_cost,
 )
 
 if TYPE_CHECKING:
@@ -38,10 +40,11 @@ def simulate(given: Given) -> None:
     Step times come from a roofline (uncalibrated), or from a fitted model with --cost.
     """
     options, scheduler_options = settle(given)
-    shape = shape_by_name(options.model)
+    fitted = read_cost(options)
+    shape = make_shape(options, fitted)
     config = make_scheduler(options, scheduler_options, shape)
     config.require_pool_fits()
-    cost = make_cost(options, shape)
+    cost = fitted if fitted is not None else make_roofline(options, shape)
     placement = placement_by_name(options.placement)
     check_outputs(options)
     work = make_work(options)
@@ -61,8 +64,8 @@ def simulate(given: Given) -> None:
             fast_forward=options.fast_forward,
             on_progress=on_progress,
         )
-    note = memory_note(cost, shape, config)
-    report(run, options, [*work.metadata.notes, *([] if note is None else [note])])
+    notes = [memory_note(cost, shape, config), model_note(cost, shape)]
+    report(run, options, [*work.metadata.notes, *(note for note in notes if note is not None)])
 
 
 def check_outputs(options: SimulateOptions) -> None:

@@ -24,6 +24,7 @@ from minideepinfer.commands.values import parse_pairs, read_config
 REQUESTS, ENGINE, CONFIG, RESULTS = "Requests", "Engine", "Configuration", "Results"
 DEFAULT_REQUESTS = 1_000
 DEFAULT_HARDWARE = "h200"
+DEFAULT_MODEL = "v41-flash"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,11 @@ class SimulateOptions:
     speed: float | None = option(
         None, "--speed", metavar="X", panel=REQUESTS, help="Divide all times of the requests by X."
     )
-    model: str = option("v41-flash", "--model", help=f"One of {', '.join(SHAPES)}.", panel=ENGINE)
+    model: str | None = option(
+        None, "--model", panel=ENGINE,
+        help=f"One of {', '.join(SHAPES)} (default: what --cost was fitted for, or "
+        f"{DEFAULT_MODEL}).",
+    )  # fmt: skip
     hardware: str | None = option(
         None, "--hardware", panel=ENGINE,
         help=f"Roofline of one of {', '.join(HARDWARE)} (default: {DEFAULT_HARDWARE}).",

@@ -16,10 +16,11 @@ from mdi_shared.footprint import weight_bytes
 from mdi_shared.hardware import hardware_by_name
 from mdi_shared.linear_cost import LinearCost
 from mdi_shared.roofline import RooflineCost
-from mdi_shared.shape import ModelShape
+from mdi_shared.shape import ModelShape, shape_by_name, shape_from_mapping
 from minideepinfer.commands.files import read_requests, require_input
 from minideepinfer.commands.simulate_options import (
     DEFAULT_HARDWARE,
+    DEFAULT_MODEL,
     DEFAULT_REQUESTS,
     SimulateOptions,
 )
@@ -69,11 +70,23 @@ def _read(options: SimulateOptions) -> "RequestTrace":
     )
 
 
-def make_cost(options: SimulateOptions, shape: ModelShape) -> StepCost:
-    """Return the fitted model of `--cost`, or the roofline."""
-    if options.cost is not None:
-        require_input(options.cost)
-        return LinearCost.from_json(options.cost)
+def make_shape(options: SimulateOptions, fitted: LinearCost | None) -> ModelShape:
+    """Return the model to simulate: the one named, the one step times were fitted for, or ours."""
+    if options.model is None and fitted is not None and fitted.fit.get("shape"):
+        return shape_from_mapping(fitted.fit["shape"])
+    return shape_by_name(options.model or DEFAULT_MODEL)
+
+
+def read_cost(options: SimulateOptions) -> LinearCost | None:
+    """Return the fitted model of `--cost`, if one is given."""
+    if options.cost is None:
+        return None
+    require_input(options.cost)
+    return LinearCost.from_json(options.cost)
+
+
+def make_roofline(options: SimulateOptions, shape: ModelShape) -> StepCost:
+    """Return the roofline that `options` describe."""
     hardware = hardware_by_name(options.hardware or DEFAULT_HARDWARE)
     ep = options.ranks if options.ep is None else options.ep
     if ep < 1:
@@ -119,3 +132,11 @@ def memory_note(cost: StepCost, shape: ModelShape, config: SchedulerConfig) -> s
         f"{pool / GB:,.1f} GB of caches per device, {cost.hardware.name} has "
         f"{cost.hardware.hbm_bytes / GB:,.0f} GB: predicted as if they fitted"
     )
+
+
+def model_note(cost: StepCost, shape: ModelShape) -> str | None:
+    """Say when a fitted model was fitted for another model than the one simulated."""
+    fitted_for = cost.fit.get("model") if isinstance(cost, LinearCost) else None
+    if fitted_for in (None, shape.name):
+        return None
+    return f"step times were fitted for {fitted_for}, but {shape.name} is simulated"

@@ -18,8 +18,9 @@ from mdi_shared.work import StepWork
 class HostCost:
     """CPU time around a step, ns (engine-semantics §4.7): planning, launch, processing.
 
-    The defaults are assumptions of a plausible size, not measurements. Raises `ConfigError` for a
-    time that is not an int of at least 0.
+    `idle_ns` is all of it for a step without rows on a rank that has no group to keep company:
+    nothing is laid out, launched or read then. The defaults are assumptions of a plausible size,
+    not measurements. Raises `ConfigError` for a time that is not an int of at least 0.
     """
 
     schedule_ns: int = 150_000
@@ -27,11 +28,18 @@ class HostCost:
     launch_ns: int = 200_000
     process_ns: int = 50_000
     process_ns_per_seq: int = 1_000
+    idle_ns: int = 100_000
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if type(value) is not int or value < 0:
                 raise ConfigError(name, value, "must be an int of at least 0 ns")
+
+    def of_step(self, n_seqs: int, *, is_alone: bool) -> tuple[int, int, int]:
+        """Return schedule, launch and process of a step; `is_alone` means a group of one rank."""
+        if n_seqs == 0 and is_alone:
+            return self.idle_ns, 0, 0
+        return self.schedule(n_seqs), self.launch(n_seqs), self.process(n_seqs)
 
     def schedule(self, n_seqs: int) -> int:
         """Return the time to plan a step and prepare its inputs, ns."""
@@ -47,8 +55,9 @@ class HostCost:
 
 
 NO_HOST_COST = HostCost(
-    schedule_ns=0, schedule_ns_per_seq=0, launch_ns=0, process_ns=0, process_ns_per_seq=0
-)
+    schedule_ns=0, schedule_ns_per_seq=0, launch_ns=0, process_ns=0, process_ns_per_seq=0,
+    idle_ns=0,
+)  # fmt: skip
 
 
 class StepCost(Protocol):

@@ -20,6 +20,8 @@ from mdi_shared.work import StepWork
 
 SCHEMA_VERSION = 1
 UNITS = "ns"
+PREFILL_TERMS = ("const", "rows", "consumer_rows", "idx_pairs_r2", "idx_pairs_r1", "core_pairs",
+                 "swa_pairs", "cached_rows", "n_seqs")  # fmt: skip
 DECODE_TERMS = ("const", "rows", "sum_k", "n_seqs")
 
 
@@ -28,7 +30,9 @@ class PrefillTerms:
     """The coefficients theta of a prefill step (§7.3): ns per unit of the `StepWork` field.
 
     `const` is ns per step. All are finite and at least 0, so that time never falls as work grows;
-    a term the fit dropped is 0.
+    a term the fit dropped is 0. `base` lists (rows, ns), ascending: up to its last entry it
+    replaces `const` and `rows` by interpolation, beyond that `rows` is what a further row adds.
+    Time is far from proportional to rows where few of them wake more and more experts.
     """
 
     const: float
@@ -40,10 +44,12 @@ class PrefillTerms:
     swa_pairs: float
     cached_rows: float
     n_seqs: float
+    base: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            _require_number(f"prefill.{item.name}", getattr(self, item.name))
+        for name in PREFILL_TERMS:
+            _require_number(f"prefill.{name}", getattr(self, name))
+        _require_ascending("prefill.base", self.base)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,15 +70,10 @@ class DecodeTerms:
     def __post_init__(self) -> None:
         for name in DECODE_TERMS:
             _require_number(f"decode.{name}", getattr(self, name))
-        last_size, last_ns = 0, 0
-        for size, ns in self.graphs:
-            if not last_size < size or not last_ns <= ns:
-                raise ConfigError("decode.graphs", (size, ns), f"sizes must ascend and times not "
-                                  f"fall; the entry before is {(last_size, last_ns)}")  # fmt: skip
-            last_size, last_ns = size, ns
+        _require_ascending("decode.graphs", self.graphs)
 
 
-PREFILL_FEATURES = tuple(item.name for item in fields(PrefillTerms))[1:]
+PREFILL_FEATURES = PREFILL_TERMS[1:]
 DECODE_FEATURES = DECODE_TERMS[1:]
 
 
@@ -109,7 +110,7 @@ class LinearCost:
         if work.is_prefill:
             p = self.prefill
             ns = (
-                p.const + p.rows * work.rows + p.consumer_rows * work.consumer_rows
+                self._base_ns(work.rows) + p.consumer_rows * work.consumer_rows
                 + p.idx_pairs_r2 * work.idx_pairs_r2 + p.idx_pairs_r1 * work.idx_pairs_r1
                 + p.core_pairs * work.core_pairs + p.swa_pairs * work.swa_pairs
                 + p.cached_rows * work.sum_k + p.n_seqs * work.n_seqs
@@ -118,6 +119,20 @@ class LinearCost:
             d = self.decode
             ns = self._forward_ns(work.rows) + d.sum_k * work.sum_k + d.n_seqs * work.n_seqs
         return max(int(ns + 0.5), 1)
+
+    def _base_ns(self, rows: int) -> float:
+        p = self.prefill
+        if not p.base:
+            return p.const + p.rows * rows
+        index = bisect_left(p.base, (rows, 0))
+        if index == len(p.base):
+            return p.base[-1][1] + p.rows * (rows - p.base[-1][0])
+        size, ns = p.base[index]
+        if index == 0 or size == rows:
+            return ns
+        size_before, ns_before = p.base[index - 1]
+        share = (rows - size_before) / (size - size_before)
+        return ns_before + share * (ns - ns_before)
 
     def _forward_ns(self, rows: int) -> float:
         d = self.decode
@@ -143,18 +158,26 @@ class LinearCost:
         return not self.extrapolated(work)
 
     def describe(self) -> dict[str, Any]:
-        """Return the whole model, as `to_json` does."""
-        return {"kind": "linear", **self.to_json()}
+        """Return the whole model, as `to_json` does, and the hardware it was fitted on."""
+        return {"kind": "linear", "hardware": self.fit.get("hardware"), **self.to_json()}
+
+    @classmethod
+    def from_description(cls, description: Mapping[str, Any]) -> "LinearCost":
+        """Build from what `describe` returned, such as a run's metadata; raises as `from_json`."""
+        own = {k: v for k, v in description.items() if k not in ("kind", "hardware")}
+        return cls.from_json(own)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain dicts, lists and numbers; `from_json` inverts it."""
-        decode = asdict(self.decode)
+        prefill, decode = asdict(self.prefill), asdict(self.decode)
+        base = [list(entry) for entry in prefill.pop("base")]
         graphs = [list(graph) for graph in decode.pop("graphs")]
         return {
             "schema_version": SCHEMA_VERSION,
             "units": UNITS,
             "prefill": {
-                "terms": asdict(self.prefill),
+                "terms": prefill,
+                "base": base,
                 "ranges": {name: list(seen) for name, seen in self.prefill_ranges.items()},
             },
             "decode": {
@@ -182,13 +205,16 @@ class LinearCost:
         for name, expected in (("schema_version", SCHEMA_VERSION), ("units", UNITS)):
             if data[name] != expected:
                 raise ConfigError(name, data[name], f"must be {expected!r}")
-        prefill = _object("prefill", data["prefill"], ("terms", "ranges"))
+        prefill = _object("prefill", data["prefill"], ("terms", "ranges"), optional=("base",))
         decode = _object("decode", data["decode"], ("terms", "graphs", "ranges"))
-        prefill_terms = _object("prefill.terms", prefill["terms"], ("const", *PREFILL_FEATURES))
+        prefill_terms = _object("prefill.terms", prefill["terms"], PREFILL_TERMS)
         decode_terms = _object("decode.terms", decode["terms"], DECODE_TERMS)
-        host = _object("host", data["host"], tuple(item.name for item in fields(HostCost)))
+        host_names = tuple(f.name for f in fields(HostCost) if f.name != "idle_ns")
+        host = _object("host", data["host"], host_names, optional=("idle_ns",))
         return cls(
-            prefill=PrefillTerms(**prefill_terms),
+            prefill=PrefillTerms(
+                **prefill_terms, base=_int_pairs("prefill.base", prefill.get("base", ()))
+            ),
             decode=DecodeTerms(
                 **decode_terms, graphs=_int_pairs("decode.graphs", decode["graphs"])
             ),
@@ -202,6 +228,16 @@ class LinearCost:
 def _require_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
         raise ConfigError(name, value, "must be a finite number of at least 0")
+
+
+def _require_ascending(name: str, table: tuple[tuple[int, int], ...]) -> None:
+    """Raise unless sizes ascend and times, from 0 up, do not fall."""
+    last_size, last_ns = 0, 0
+    for size, ns in table:
+        if not last_size < size or not last_ns <= ns:
+            raise ConfigError(name, (size, ns), f"sizes must ascend and times not fall; the entry "
+                              f"before is {(last_size, last_ns)}")  # fmt: skip
+        last_size, last_ns = size, ns
 
 
 def _require_ranges(

@@ -7,8 +7,10 @@ executor's model configuration, and it reads no file.
 Read next: `footprint.py` (weights), `work.py` (rows, pairs and FLOPs of a step), `cost.py`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from fractions import Fraction
+from typing import Any
 
 from mdi_shared.errors import ConfigError
 
@@ -205,6 +207,20 @@ def shape_by_name(name: str) -> ModelShape:
     if name not in SHAPES:
         raise ConfigError("model", name, f"must be one of {', '.join(SHAPES)}")
     return SHAPES[name]
+
+
+def shape_from_mapping(stated: Mapping[str, Any]) -> ModelShape:
+    """Return the shape that `asdict` took apart, lists standing for tuples as they do in JSON.
+
+    Raises `ConfigError` for fields missing or unknown.
+    """
+    known = {field.name for field in fields(ModelShape)}
+    for name in sorted(set(stated) - known):
+        raise ConfigError(f"shape.{name}", stated[name], "unknown dimension")
+    for name in sorted(known - set(stated) - {"replay_keep_tokens"}):
+        raise ConfigError(f"shape.{name}", None, "is missing")
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stated.items()}
+    return ModelShape(**values)
 
 
 def _require(holds: bool, field: str, value: object, allowed: str) -> None:

@@ -154,10 +154,10 @@ class RankDriver:
         return True
 
     def _launch(self, effect: Launch) -> Generator[simpy.Event, None, int]:
-        plan, host = effect.plan, self.cost.host
-        n = len(plan.seq_ids)
-        planned = self.now + host.schedule(n)
-        yield from self._sleep_until(planned + host.launch(n))
+        plan = effect.plan
+        schedule, launch, _ = self._host_times(plan)
+        planned = self.now + schedule
+        yield from self._sleep_until(planned + launch)
         if plan.is_prefill or not self.fast_forward or effect.repeats_if_quiet == 1:
             self._take_off(plan, step_work(self.shape, plan), planned, self.now)
             return 1
@@ -167,7 +167,7 @@ class RankDriver:
         flight = self._flights.popleft()
         if flight.step.end_ns < 0:
             yield flight.step.known
-        process = self.cost.host.process(len(flight.plan.seq_ids))
+        process = self._host_times(flight.plan)[2]
         yield from self._sleep_until(max(self.now, flight.step.end_ns) + process)
         self._landed(flight, self.now, process)
         return self.outcomes.result(flight.plan)
@@ -192,10 +192,18 @@ class RankDriver:
 
     # ---- steps ---------------------------------------------------------------------------------
 
+    def _is_nothing(self, plan: StepPlan) -> bool:
+        """A step without rows: only in a group does it run a placeholder, for the others' sake."""
+        return not plan.seq_ids and self.group.size == 1
+
+    def _host_times(self, plan: StepPlan) -> tuple[int, int, int]:
+        """Return what planning, launching and processing a step take, ns."""
+        return self.cost.host.of_step(len(plan.seq_ids), is_alone=self.group.size == 1)
+
     def _take_off(
         self, plan: StepPlan, work: StepWork, planned_ns: int, launched_ns: int, repeat: int = 0
     ) -> None:
-        device_ns = self.cost.device_ns(work)
+        device_ns = 0 if self._is_nothing(plan) else self.cost.device_ns(work)
         self._fly(plan, self.group.launch(self.rank, launched_ns, device_ns))
         times = (self.poll_ns, planned_ns, launched_ns, self.wait_ns, device_ns)
         if repeat == 0:
@@ -215,10 +223,10 @@ class RankDriver:
 
         The same sums as single steps, without the loop and the event queue in between.
         """
-        plan, host, n = effect.plan, self.cost.host, len(effect.plan.seq_ids)
-        works = DecodeWork(self.shape, plan.ks) if n else None
-        idle = None if n else step_work(self.shape, plan)
-        overhead, process = host.schedule(n) + host.launch(n), host.process(n)
+        plan = effect.plan
+        works = DecodeWork(self.shape, plan.ks) if plan.seq_ids else None
+        idle = None if plan.seq_ids else step_work(self.shape, plan)
+        schedule, launch, process = self._host_times(plan)
         launched, taken = self.now, 0
         most = min(effect.repeats_if_quiet, self.outcomes.steps_before_stop(plan))
         while True:
@@ -229,7 +237,7 @@ class RankDriver:
             if taken >= most:
                 break
             oldest = self._flights[0]
-            spent = process if oldest.plan is plan else host.process(len(oldest.plan.seq_ids))
+            spent = process if oldest.plan is plan else self._host_times(oldest.plan)[2]
             done = max(launched, oldest.step.end_ns) + spent
             due = self.source.count_due(done)
             if (taken >= effect.repeats and due) or (
@@ -239,7 +247,7 @@ class RankDriver:
             self._due_waiting.append(due)
             self._landed(self._flights.popleft(), done, spent)
             self.poll_ns = done
-            planned_ns = done + host.schedule(n)
-            launched = done + overhead
+            planned_ns = done + schedule
+            launched = planned_ns + launch
         yield from self._sleep_until(launched)
         return taken

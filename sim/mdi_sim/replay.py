@@ -22,7 +22,7 @@ from mdi_shared.placement import RoundRobin
 from mdi_shared.plan import StepResult
 from mdi_shared.request import Request
 from mdi_shared.scheduler import Scheduler
-from mdi_shared.shape import ModelShape, shape_by_name
+from mdi_shared.shape import ModelShape, shape_by_name, shape_from_mapping
 from mdi_shared.work import step_work
 from mdi_sim.driver import RankDriver
 from mdi_sim.group import DeviceStep, Group
@@ -45,14 +45,14 @@ def replay_recorded(recorded: Run, shape: ModelShape | None = None) -> Run:
     record's metadata. The result has its own plans and the record's times. Raises `ConfigError`
     when the record has several ranks or its metadata lacks the options.
     """
-    shape = _shape(recorded) if shape is None else shape
+    shape = recorded_shape(recorded) if shape is None else shape
     options = recorded.metadata.config.get("scheduler")
     if not isinstance(options, dict):
         raise ConfigError("scheduler", options, "the record's metadata does not hold its options")
     if int(ints(recorded.steps_table["rank"]).max()) > 0:
         raise ConfigError("rank", "several", "only runs of one rank can be replayed so far")
     config = SchedulerConfig.from_mapping(options)
-    trace = _as_input(recorded)
+    trace = recorded_requests(recorded)
     workload = Workload(trace, 1, RoundRobin())
     env = simpy.Environment()
     recorder = RankRecorder(0)
@@ -79,17 +79,16 @@ def replay_recorded(recorded: Run, shape: ModelShape | None = None) -> Run:
     )  # fmt: skip
 
 
-def _shape(recorded: Run) -> ModelShape:
-    """The model's shape as the record states it, or a built-in one by its name."""
+def recorded_shape(recorded: Run) -> ModelShape:
+    """Return the model's shape as the record states it, or a built-in one by its name."""
     stated = recorded.metadata.config.get("shape")
     if not isinstance(stated, dict):
         return shape_by_name(str(recorded.metadata.model))
-    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stated.items()}
-    return ModelShape(**fields)
+    return shape_from_mapping(stated)
 
 
-def _as_input(recorded: Run) -> RequestTrace:
-    """The record's requests; those whose model did not say stop would have run to max_tokens."""
+def recorded_requests(recorded: Run) -> RequestTrace:
+    """Return the record's requests; without a stop they would have run to max_tokens."""
     table = recorded.requests_table
     lengths = np.where(_stopped(recorded), ints(table["output_len"]), ints(table["max_tokens"]))
     table = put_column(clear_outputs(table), "output_len", numbers(lengths, pa.int32()))

@@ -117,11 +117,12 @@ class BlockingRank:
         return News(tuple(requests))
 
     def launch(self, plan):
-        host, n = self.cost.host, len(plan.seq_ids)
-        planned = self.now + host.schedule(n)
-        self.now = planned + host.launch(n)
+        is_alone = len(self.sources) == 1
+        schedule, launch, _ = self.cost.host.of_step(len(plan.seq_ids), is_alone=is_alone)
+        planned = self.now + schedule
+        self.now = planned + launch
         work = step_work(self.shape, plan)
-        duration = self.cost.device_ns(work)
+        duration = self.cost.device_ns(work) if plan.seq_ids or not is_alone else 0
         self.devices.launch(self.rank, plan.step, self.now, duration)
         times = (self.polled, planned, self.now, self.waited, duration)
         self.recorder.launched(plan, work, times)
@@ -131,7 +132,8 @@ class BlockingRank:
     def await_step(self):
         plan = self.flights.popleft()
         start, end = self.devices.wait(plan.step)
-        process = self.cost.host.process(len(plan.seq_ids))
+        is_alone = len(self.sources) == 1
+        process = self.cost.host.of_step(len(plan.seq_ids), is_alone=is_alone)[2]
         self.now = max(self.now, end) + process
         self.recorder.landed(start, end, self.now, process)
         return self.outcomes.result(plan)

@@ -1,6 +1,7 @@
 """Step-time models: host costs, the roofline, the fitted linear model and its file."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -25,6 +26,7 @@ PREFILL_TERMS = PrefillTerms(
     const=1e6, rows=100.0, consumer_rows=50.0, idx_pairs_r2=0.5, idx_pairs_r1=0.25, core_pairs=2.0,
     swa_pairs=1.0, cached_rows=3.0, n_seqs=1_000.0,
 )  # fmt: skip
+BENT = replace(PREFILL_TERMS, base=((10, 40_000), (20, 60_000), (100, 60_000)))
 EAGER = DecodeTerms(const=5e5, rows=2_000.0, sum_k=1.5, n_seqs=300.0)
 GRAPHED = DecodeTerms(
     const=5e5, rows=2_000.0, sum_k=1.5, n_seqs=300.0, graphs=((1, 9_000), (4, 10_000), (8, 16_000))
@@ -129,6 +131,7 @@ COSTS = {
     "tiny": RooflineCost(B200, TINY),
     "eager": linear(),
     "graphed": linear(GRAPHED),
+    "bent": replace(linear(), prefill=BENT),
     "constant": ConstantCost(7, 5),
 }
 
@@ -157,6 +160,16 @@ def test_linear_prefill_is_a_dot_product():
     assert len(PREFILL_FEATURES) == len(features(work))
     expected = 1e6 + 3_000 + 1_000 + 2_000 + 750 + 1_000 + 80 + 2_100 + 2_000
     assert linear().device_ns(work) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "base"),
+    [(1, 40_000), (10, 40_000), (15, 50_000), (20, 60_000), (70, 60_000), (100, 60_000),
+     (150, 65_000)],
+)  # fmt: skip
+def test_a_base_replaces_constant_and_rows(rows, base):
+    work = StepWork(True, 0, rows, 20, 2, 0, 600, 100, 0, 0, 0, 0, 0, 0, 0, 0)
+    assert replace(linear(), prefill=BENT).device_ns(work) == base + 1_000
 
 
 def test_linear_eager_decode():
@@ -189,8 +202,9 @@ def test_ranges_tell_what_was_never_seen():
 
 
 def full_model():
-    return linear(
-        GRAPHED,
+    return LinearCost(
+        prefill=BENT,
+        decode=GRAPHED,
         prefill_ranges={"rows": (1, 4_096)},
         decode_ranges={"sum_k": (1, 900)},
         host=HostCost(launch_ns=1),
@@ -236,6 +250,7 @@ def change(path, value):
         ("prefill.terms.heads", 1.0, "prefill.terms.heads = 1.0: unknown; known: const, rows"),
         ("decode.terms.sum_k", float("inf"), "decode.sum_k = inf"),
         ("decode.terms.sum_k", True, "decode.sum_k = True"),
+        ("prefill.base", [[4, 10], [8, 9]], r"prefill.base = \(8, 9\)"),
         ("decode.graphs", [[4, 10], [2, 12]], r"decode.graphs = \(2, 12\)"),
         ("decode.graphs", [[4, 10], [8, 9]], r"decode.graphs = \(8, 9\)"),
         ("decode.graphs", [[4, 10.5]], "decode.graphs.*must be two ints"),

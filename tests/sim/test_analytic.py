@@ -33,13 +33,14 @@ def trace_of(arrivals_ns, prompts, outputs):
 def test_an_m_d_1_queue_matches_theory():
     """One seat and one-token outputs make a single server with a constant service time.
 
-    A request is one prefill step and one empty decode step that frees its seat (trace 2.3h), so
-    the service takes the sum of both. Mean wait by Pollaczek-Khinchine for constant service S at
-    utilisation rho: rho * S / (2 * (1 - rho)). An arrival at an idle server finds no step on its
-    way, as the seat was freed before the server went to sleep.
+    A request is one prefill step and one empty decode step that frees its seat (trace 2.3h), which
+    takes no time where no other rank waits: the service is the prefill's. Mean wait by
+    Pollaczek-Khinchine for constant service S at utilisation rho: rho * S / (2 * (1 - rho)). An
+    arrival at an idle server finds no step on its way, as the seat was freed before the server
+    went to sleep.
     """
     prefill, decode, rho, n = 4 * MS, 1 * MS, 0.7, 4_000
-    service = prefill + decode
+    service = prefill
     config = SchedulerConfig(
         max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64, num_blocks=64, block_size=16,
         prefill_attempt_interval=1, prefill_any_attempt_interval=1, enable_zos=False,

@@ -1,0 +1,104 @@
+"""`mdi calibrate`: fit a step-time model to runs and say how well it predicts.
+
+Read next: `mdi_sim/calibrate.py`, docs/calibration.md.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from minideepinfer.commands.files import is_run, require_input, require_output
+from minideepinfer.commands.screen import facts_table, show_json, show_table, tell
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from mdi_shared.linear_cost import LinearCost
+
+
+def calibrate(
+    traces: Annotated[list[Path], typer.Argument(help="Runs, by prefix or one of their files.")],
+    *,
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", metavar="FILE.json", help="The model.", show_default=False),
+    ],
+    allow_constant: Annotated[
+        bool,
+        typer.Option("--allow-constant", help="Fit although a main feature never varies."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Fit step times of a model and its host to recorded runs; simulate --cost reads the result.
+
+    Prints coefficients and errors, those on held-out shapes first.
+    """
+    require_output("out", out, (".json",))
+    for path in traces:
+        if not is_run(path):
+            require_input(path)
+    from mdi_sim.calibrate import calibrate as fit
+    from mdi_traces.io import atomic_file
+
+    cost = fit(traces, allow_constant=allow_constant)
+    document = cost.to_json()
+    verb = "replaced" if out.exists() else "wrote"
+    with atomic_file(out) as file:
+        file.write((json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
+    tell(f"{verb} {out}")
+    if as_json:
+        show_json(document)
+    else:
+        show_table(*_tables(cost))
+
+
+def _tables(cost: "LinearCost") -> list["RenderableType"]:
+    """Return what the model is and how well it fits, for people."""
+    fit, tables = cost.fit, []
+    count = len(fit["traces"])
+    about = (f"{fit['model']} on {fit['hardware'] or 'unnamed hardware'}, {count} "
+             f"run{'s' if count > 1 else ''}")  # fmt: skip
+    tables.append(facts_table(about, [(t["name"], f"{t['steps']:,} steps, sha256 "
+                                       f"{t['sha256'][:12]}") for t in fit["traces"]]))  # fmt: skip
+    for kind, terms in (("prefill", cost.prefill), ("decode", cost.decode)):
+        found = fit[kind]
+        rows = _errors(found)
+        for name, unit in fit["units"][kind].items():
+            value = getattr(terms, name)
+            if isinstance(value, tuple) and value:
+                times = ", ".join(f"{size}: {ns / 1e6:.3f}" for size, ns in value)
+                rows.append((f"{name}, ms by rows", times))
+            elif value:
+                rows.append((name, f"{value:.6g} {unit}"))
+        rows += [(f"dropped {name}", why) for name, why in found["dropped"].items()]
+        rows += [(f"{count:,} left out", why) for why, count in found["left_out"].items()]
+        tables.append(facts_table(f"{kind}: {found['n']:,} steps", rows))
+    host = [(name, f"{value / 1e3:,.1f} us") for name, value in cost.to_json()["host"].items()]
+    for name, found in fit["host"].items():
+        if found["n"]:
+            host.append((name, f"{found['p50_ns'] / 1e3:,.1f} us median, "
+                         f"{found['p90_ns'] / 1e3:,.1f} P90 of {found['n']:,}"))  # fmt: skip
+    tables.append(facts_table("host", host))
+    return tables
+
+
+def _errors(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the error lines of one kind of step."""
+    held_out, beyond = found["held_out"], found["extrapolation"]
+    rows = [("error, shapes held out", _error(held_out))]
+    rows += [(f"  {name}", _error(each)) for name, each in held_out.get("by_class", {}).items()]
+    rows.append(("  longest contexts held out", _error(beyond)))
+    rows.append(("error, own steps", _error(found)))
+    if not found["usable_for_control"]:
+        rows.append(("warning", "errors are too large to choose chunk sizes by"))
+    return rows
+
+
+def _error(found: Mapping[str, Any]) -> str:
+    if found["mape"] is None:
+        return f"not known: {found['why_not']}"
+    return (f"{found['mape']:.1%} mean, {found['p50']:.1%} median, {found['p90']:.1%} P90, "
+            f"{found['max']:.1%} max, {found['bias']:+.1%} bias, n = {found['n']:,}")  # fmt: skip

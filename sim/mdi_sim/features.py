@@ -1,0 +1,196 @@
+"""What a fit sees of recorded steps: features and device times as arrays, and the groups they form.
+
+Columns are those of the step table, which hold the features of `mdi_shared.linear_cost` already;
+runs too large for their items to be kept can be fitted, too. Steps without rows, each run's first
+ones, and decode steps whose device waited for its host are no measurement of the device and are
+left out, by name and count.
+
+Read next: `step_fit.py` (the fits), `host_fit.py` (the host's times), engine-semantics §7.3.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from mdi_shared.linear_cost import DECODE_FEATURES, PREFILL_FEATURES, LinearCost
+from mdi_traces.columns import Bools, Ints, codes, floats, ints
+
+Floats = NDArray[np.float64]
+
+PREFILL, DECODE = "prefill", "decode"
+FEATURES: Mapping[str, tuple[str, ...]] = {PREFILL: PREFILL_FEATURES, DECODE: DECODE_FEATURES}
+_COLUMN_OF = {"rows": "n_tokens", "consumer_rows": "n_consumer_rows", "cached_rows": "sum_k"}
+
+LONG_CONTEXT = 8_192  # tokens: longer contexts count as long in error tables
+SLOW_LAUNCH = 10.0  # times the median: the host compiled a kernel, which says nothing of a device
+SHORTEST_COMPILE_MS = 100.0  # hiccups below belong to a step's time
+FEWEST_OWN = 3  # undisturbed steps of a graph that make the disturbed ones dispensable
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Steps of one kind, over all runs. Arrays have one entry per step.
+
+    `x` [steps, features] is in the order of FEATURES[kind], `ns` the device time, `graph` the size
+    of the captured graph that ran (0 = none), `max_k` the longest context. `left_out` counts steps
+    that are not among them, by reason.
+    """
+
+    kind: str
+    x: Floats
+    ns: Floats
+    graph: Ints
+    max_k: Ints
+    left_out: Mapping[str, int]
+
+    def __len__(self) -> int:
+        return len(self.ns)
+
+    def column(self, name: str) -> Floats:
+        """Return one feature."""
+        column: Floats = self.x[:, FEATURES[self.kind].index(name)]
+        return column
+
+    def take(self, which: Bools) -> "Steps":
+        """Return the steps where `which` is True."""
+        return Steps(self.kind, self.x[which], self.ns[which], self.graph[which],
+                     self.max_k[which], self.left_out)  # fmt: skip
+
+    def ranges(self) -> dict[str, tuple[int, int]]:
+        """Return the least and the greatest value of each feature."""
+        low, high = self.x.min(axis=0), self.x.max(axis=0)
+        names = FEATURES[self.kind]
+        return {name: (int(low[i]), int(high[i])) for i, name in enumerate(names)}
+
+    def groups(self) -> list[tuple[int, ...]]:
+        """Return each step's shape class: rows or graph, longest context and sequences, by octave.
+
+        Steps of one class are held out together: a step among its like is no test.
+        """
+        rows = self.column("rows")
+        size = np.where(self.graph > 0, -self.graph, _octave(rows))
+        keys = np.stack([size, _octave(1 + self.max_k), _octave(self.column("n_seqs"))], axis=1)
+        return [tuple(key) for key in keys.astype(int).tolist()]
+
+    def classes(self) -> dict[str, Bools]:
+        """Return named subsets whose errors are stated on their own."""
+        is_long = self.max_k > LONG_CONTEXT
+        named = {"short context": ~is_long, "long context": is_long}
+        if self.kind == PREFILL:
+            alone = self.column("n_seqs") == 1
+            named = {"one sequence": alone, "several sequences": ~alone, **named}
+        return {name: which for name, which in named.items() if bool(which.any())}
+
+
+def _octave(values: NDArray[Any]) -> NDArray[Any]:
+    octave: NDArray[Any] = np.floor(np.log2(np.maximum(values, 1)))
+    return octave
+
+
+def step_features(table: pa.Table, kind: str) -> Floats:
+    """Return the features of all rows of a step table as [steps, features]."""
+    columns = [ints(table[_COLUMN_OF.get(name, name)]) for name in FEATURES[kind]]
+    return np.stack(columns, axis=1).astype(np.float64)
+
+
+def kind_rows(table: pa.Table, kind: str) -> Bools:
+    """Say of each step whether it is of `kind` and has rows."""
+    indices, labels = codes(table["kind"])
+    wanted = labels.index(kind) if kind in labels else -1
+    busy: Bools = (indices == wanted) & (ints(table["n_tokens"]) > 0)
+    return busy
+
+
+def gather_steps(tables: Sequence[pa.Table], kind: str) -> Steps:
+    """Return the steps of a kind that say how long the device takes, from step tables of runs."""
+    usual_ms = _usual_launch_ms(tables, kind)
+    parts = [_gather(table, kind, usual_ms) for table in tables]
+    left_out: dict[str, int] = {}
+    for part in parts:
+        for reason, count in part.left_out.items():
+            left_out[reason] = left_out.get(reason, 0) + count
+    return Steps(
+        kind,
+        np.concatenate([part.x for part in parts]),
+        np.concatenate([part.ns for part in parts]),
+        np.concatenate([part.graph for part in parts]),
+        np.concatenate([part.max_k for part in parts]),
+        left_out,
+    )
+
+
+def _gather(table: pa.Table, kind: str, usual_ms: float) -> Steps:
+    busy = kind_rows(table, kind)
+    graph = ints(table["graph_size"])
+    ns = (ints(table["t_dev_end"]) - ints(table["t_dev_start"])).astype(np.float64)
+    warm = _is_warm(graph, busy)
+    starved = np.zeros(len(table), dtype=bool)
+    if kind == DECODE:
+        starved = _is_starved(table, busy & warm, graph)
+    launch_ms = np.nan_to_num(floats(table["cpu_launch_ms"]))
+    slow = busy & warm & (launch_ms > max(SLOW_LAUNCH * usual_ms, SHORTEST_COMPILE_MS))
+    timeless = busy & warm & ~starved & ~slow & (ns <= 0)
+    keep = busy & warm & ~starved & ~slow & ~timeless
+    reasons = {
+        "first of its kind in a run": busy & ~warm,
+        "the device waited for the host": busy & starved & ~slow,
+        f"launched in over {SLOW_LAUNCH:g} times the usual time": slow,
+        "no device time": timeless,
+    }
+    return Steps(
+        kind, step_features(table, kind)[keep], ns[keep], graph[keep], ints(table["max_k"])[keep],
+        {reason: int(which.sum()) for reason, which in reasons.items() if which.any()},
+    )  # fmt: skip
+
+
+def _is_warm(graph: Ints, busy: Bools) -> Bools:
+    """False for the first busy step (kernels compile) and each graph's first (it is captured)."""
+    warm = np.ones(len(graph), dtype=bool)
+    rows = np.flatnonzero(busy)
+    _, first = np.unique(graph[rows], return_index=True)
+    warm[rows[first]] = False
+    warm[rows[:1]] = False
+    return warm
+
+
+def _usual_launch_ms(tables: Sequence[pa.Table], kind: str) -> float:
+    """Return the median time that launching a step of a kind took, over all runs; 0 if unknown."""
+    times = np.concatenate([floats(t["cpu_launch_ms"])[kind_rows(t, kind)] for t in tables])
+    known = times[~np.isnan(times)]
+    return float(np.median(known)) if len(known) else 0.0
+
+
+def _is_starved(table: pa.Table, busy: Bools, graph: Ints) -> Bools:
+    """True for graph steps that began before the host had queued all of their work.
+
+    Their time on the device is partly the host's. A graph seldom seen otherwise keeps them.
+    """
+    launch_ms = floats(table["cpu_launch_ms"])
+    queued = ints(table["t_launch"]) + np.nan_to_num(launch_ms) * 1e6
+    starved: Bools = busy & (graph > 0) & (queued > ints(table["t_dev_start"]))
+    for size in np.unique(graph[starved]).tolist():
+        own = busy & (graph == size)
+        if int((own & ~starved).sum()) < FEWEST_OWN:
+            starved &= graph != size
+    return starved
+
+
+def extrapolated_steps(table: pa.Table, cost: LinearCost) -> dict[str, Bools]:
+    """Say of each step, by feature, whether it lies outside what `cost` was fitted on.
+
+    Keys are "prefill.rows" and so on, those without such a step left out. A step without rows has
+    no features.
+    """
+    found: dict[str, Bools] = {}
+    for kind, ranges in ((PREFILL, cost.prefill_ranges), (DECODE, cost.decode_ranges)):
+        busy, x = kind_rows(table, kind), step_features(table, kind)
+        for i, name in enumerate(FEATURES[kind]):
+            low, high = ranges.get(name, (np.inf, -np.inf))
+            outside: Bools = busy & ~((x[:, i] >= low) & (x[:, i] <= high))
+            if outside.any():
+                found[f"{kind}.{name}"] = outside
+    return found

@@ -1,0 +1,129 @@
+"""`mdi calibrate`: what it prints and writes, and what `mdi simulate --cost` makes of the file."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from mdi_shared.linear_cost import LinearCost
+from mdi_shared.shape import TINY
+from mdi_traces.run import load_run
+from tests.sim.recorded import TRUTH, noisy_run
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory):
+    prefix = tmp_path_factory.mktemp("runs") / "known"
+    noisy_run().save(prefix)
+    return prefix
+
+
+@pytest.fixture
+def model(mdi, known):
+    """A fitted model as `m.json` in the test's folder."""
+    done = mdi("calibrate", known, "-o", "m.json")
+    assert (done.code, done.err) == (0, "wrote m.json\n"), done.err
+    return json.loads(Path("m.json").read_text())
+
+
+def test_the_tables_say_how_well_it_fits_and_what_was_dropped(mdi, known):
+    done = mdi("calibrate", f"{known}.steps.parquet", "--out", "m.json")
+    assert done.code == 0, done.err
+    for text in ("v41-flash on testgpu, 1 run", "known", "shapes held out", "several sequences",
+                 "longest contexts held out", "dropped consumer_rows", "ns per row",
+                 "first of its kind in a run", "schedule_ns_per_seq", "3.0 us"):  # fmt: skip
+        assert text in done.out, text
+    assert mdi("calibrate", known, "--out", "m.json").err == "replaced m.json\n"
+
+
+def test_json_is_the_model(mdi, known):
+    document = json.loads(mdi("calibrate", known, "-o", "m.json", "--json").out)
+    assert document == json.loads(Path("m.json").read_text())
+    assert LinearCost.from_json(document).host == TRUTH.host
+
+
+def test_a_simulation_takes_it_and_counts_what_it_extrapolates(mdi, model):
+    options = ("--workload", "azure-conv", "-n", 30, "--cost", "m.json")
+    inside = mdi("simulate", *options, "--set", "max_num_batched_tokens=4096", "--json")
+    counted = json.loads(inside.out)["summary"]["extrapolated"]
+    assert counted["steps"] < counted["of"]
+    done = mdi("simulate", *options, "--set", "max_num_batched_tokens=16384", "--rate", 200,
+               "--out", "r")  # fmt: skip
+    error = model["fit"]["prefill"]["held_out_mape"]
+    assert f"fitted linear model, held-out error: prefill {error:.1%}" in done.out
+    for out in (done.out, mdi("show", "r").out):
+        assert "lie outside what the model was fitted on" in " ".join(out.split())
+        assert "prefill.rows" in out
+    assert "fitted for" not in done.out
+
+
+def test_a_roofline_extrapolates_nothing(mdi, small):
+    assert json.loads(mdi("simulate", *small, "--json").out)["summary"]["extrapolated"] is None
+
+
+def test_another_model_than_the_fitted_one_is_told(mdi, small, model):
+    done = mdi("simulate", *small, "--cost", "m.json")
+    assert "note: step times were fitted for v41-flash, but tiny is simulated" in done.out
+
+
+def test_a_shipped_model_brings_the_dimensions_it_was_fitted_for(mdi, small):
+    shipped = Path(__file__).parents[2] / "traces" / "models" / "h200-flash-slice.json"
+    done = mdi("simulate", "--workload", "azure-conv", "-n", 3, "--cost", shipped, "--out", "r")
+    assert done.code == 0, done.err
+    assert load_run("r").metadata.model == "flash-slice"
+    assert load_run("r").metadata.hardware == "NVIDIA H200"
+    assert "fitted for" not in done.out
+    other = mdi("simulate", *small, "--cost", shipped)
+    assert "fitted for flash-slice, but tiny is simulated" in other.out
+
+
+@pytest.mark.parametrize(("name", "value", "says"), [
+    ("hidden_size", None, "shape.hidden_size = None: is missing"),
+    ("heads", 3, "shape.heads = 3: unknown dimension"),
+])  # fmt: skip
+def test_dimensions_edited_into_nonsense_are_refused(fails, model, name, value, says):
+    shape = asdict(TINY) | {name: value}
+    model["fit"]["shape"] = {key: each for key, each in shape.items() if each is not None}
+    Path("m.json").write_text(json.dumps(model))
+    assert says in fails(2, "simulate", "--workload", "azure-conv", "-n", 3, "--cost", "m.json")
+
+
+def _set(document, path, value):
+    *keys, last = path
+    for key in keys:
+        document = document[key]
+    if value is None:
+        del document[last]
+    else:
+        document[last] = value
+
+
+@pytest.mark.parametrize(("path", "value", "says"), [
+    (("prefill", "terms", "rows"), -1.0, "prefill.rows = -1.0: must be a finite number of"),
+    (("decode", "terms", "sum_k"), None, "decode.terms.sum_k = None: is missing"),
+    (("host", "launch_ns"), -5, "launch_ns = -5: must be an int of at least 0 ns"),
+    (("host", "process_ns"), None, "host.process_ns = None: is missing"),
+    (("decode", "graphs"), [[8, 100], [4, 200]], "decode.graphs"),
+    (("prefill", "ranges", "rows"), [9, 1], "prefill.ranges.rows = (9, 1)"),
+    (("schema_version",), 7, "schema_version = 7: must be 1"),
+    (("units",), "ms", "units = 'ms': must be 'ns'"),
+])  # fmt: skip
+def test_a_model_edited_into_nonsense_is_refused(fails, small, model, path, value, says):
+    _set(model, path, value)
+    Path("m.json").write_text(json.dumps(model))
+    assert says in fails(2, "simulate", *small, "--cost", "m.json")
+
+
+def test_runs_that_cannot_be_used(mdi, fails, known, run_r):
+    assert "prefill steps = " in fails(2, "calibrate", run_r, "-o", "m.json")
+    hardware = fails(2, "calibrate", known, run_r, "-o", "m.json")
+    assert hardware == ("hardware = 'h200': of r differs from 'testgpu' of known: "
+                        "one model holds for one hardware")  # fmt: skip
+    assert "is the same run as known" in fails(2, "calibrate", known, known, "-o", "m.json")
+    assert "no such file" in fails(2, "calibrate", "nothing", "-o", "m.json")
+    assert "there is no folder" in fails(2, "calibrate", known, "-o", "no/m.json")
+    assert "must end in .json" in fails(2, "calibrate", known, "-o", "m.txt")
+    Path("r.steps.parquet").write_bytes(b"PAR1")
+    assert "cannot be read as Parquet" in fails(1, "calibrate", run_r, "-o", "m.json")
+    assert not Path("m.json").exists()
