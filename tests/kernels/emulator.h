@@ -15,6 +15,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <type_traits>
 #include <utility>
 
 #undef __global__
@@ -178,9 +179,16 @@ inline float rsqrtf(float x) { return float(1.0 / std::sqrt(double(x))); }
 
 // Of a number and a NaN, CUDA's min and max return the number.
 template <class T>
-T max(T a, T b) { return std::is_floating_point_v<T> ? T(std::fmax(a, b)) : a < b ? b : a; }
+T max(T a, T b) {
+  if constexpr (std::is_floating_point_v<T>) return std::fmax(a, b);
+  return a < b ? b : a;
+}
+
 template <class T>
-T min(T a, T b) { return std::is_floating_point_v<T> ? T(std::fmin(a, b)) : b < a ? b : a; }
+T min(T a, T b) {
+  if constexpr (std::is_floating_point_v<T>) return std::fmin(a, b);
+  return b < a ? b : a;
+}
 
 // TileLang's own helpers.
 inline uint __pack_nv_bfloat162(bfloat16_t low, bfloat16_t high) {
@@ -197,6 +205,13 @@ template <class T>
 T AtomicAdd(T* to, T value) { return std::exchange(*to, T(*to + value)); }
 
 namespace tl {
+template <class V, class U>
+V broadcast(U unit) {
+  V vector;
+  for (size_t i = 0; i < sizeof vector; i += sizeof unit) memcpy((char*)&vector + i, &unit, sizeof unit);
+  return vector;
+}
+
 template <class T, class F>
 T reduce(T value, F both) {  // a butterfly, as on the GPU: the order of a sum is part of its result
   for (int mask = 16; mask; mask /= 2) value = both(value, __shfl_xor_sync(~0u, value, mask));

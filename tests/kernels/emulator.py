@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import tilelang
-from tilelang import tvm
+from tilelang import tvm  # also puts TileLang's own tvm on the import path
 from torch import Tensor
+from tvm import tirx
 
 HEADER = Path(__file__).with_name("emulator.h")
 # As a GPU: integers wrap, memory has no types; never a fused multiply-add that was not written.
@@ -53,17 +54,17 @@ def lowered(program: Any) -> str:
 
 
 def grid_of(program: Any, sizes: dict[Any, int]) -> tuple[int, int]:
-    """Return a launch's numbers of blocks along x and y; sizes: values of the program's variables."""
+    """Return a launch's numbers of blocks along x and y; sizes: values of dynamic sizes."""
     extents = {"blockIdx.x": 1, "blockIdx.y": 1}
 
     def visit(node: Any) -> None:
-        if isinstance(node, tvm.tir.For) and node.thread_binding is not None:
+        if isinstance(node, tirx.For) and node.thread_binding is not None:
             tag = node.thread_binding.thread_tag
             if tag in extents:
-                extent = tvm.tir.stmt_functor.substitute(node.extent, sizes)
+                extent = tirx.stmt_functor.substitute(node.extent, sizes)
                 extents[tag] = int(tvm.arith.Analyzer().simplify(extent))
 
-    tvm.tir.stmt_functor.post_order_visit(program.body, visit)
+    tirx.stmt_functor.post_order_visit(program.body, visit)
     return extents["blockIdx.x"], extents["blockIdx.y"]
 
 
@@ -76,7 +77,7 @@ def bound(buffers: list[Any], tensors: tuple[Tensor, ...]) -> dict[Any, int]:
         assert str(tensor.dtype) == f"torch.{buffer.dtype}", what
         assert len(tensor.shape) == len(buffer.shape), what
         for size, wanted in zip(tensor.shape, buffer.shape, strict=True):
-            is_dynamic = isinstance(wanted, tvm.tir.Var)
+            is_dynamic = isinstance(wanted, tirx.Var)
             assert size == (sizes.setdefault(wanted, size) if is_dynamic else int(wanted)), what
     return sizes
 

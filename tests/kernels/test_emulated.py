@@ -133,8 +133,15 @@ def test_row_pool(make, width):
         row_pool.test_storing_is_exact_and_skips_missing_rows(make, width, rows)
     for shape in ((0,), (1,), (3, 7)):
         row_pool.test_gathering_is_exact(make, width, shape)
+    row_pool.test_storing_every_magnitude_is_exact(make, width)
     row_pool.test_every_code_decodes(make, width)
     row_pool.test_a_pool_of_given_rows(make, width)
+
+
+@pytest.mark.parametrize(("make", "width"), row_pool.CASES[::2])
+def test_row_pool_of_true_width(make, width):
+    row_pool.test_storing_is_exact_and_skips_missing_rows(make, width, ROWS[-1])
+    row_pool.test_every_code_decodes(make, width)
 
 
 # Families whose tests name the GPU: their inputs' kinds, and their tolerances.
