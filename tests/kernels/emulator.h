@@ -1,8 +1,8 @@
 // What a generated CUDA kernel needs in order to run as plain C++: threads, barriers, warps.
 //
-// A block's threads are fibers of one OS thread. Each runs until it comes to a barrier (a shuffle is
-// one for its warp), then the next one runs. Barriers are stricter than a GPU's: all 32 lanes of a
-// warp must take part in a shuffle, and a block whose threads wait for one another fails instead
+// A block's threads are fibers of one OS thread. Each runs until it comes to a barrier (a shuffle
+// is one for its warp), then the next one runs. Barriers are stricter than a GPU's: all 32 lanes of
+// a warp must take part in a shuffle, and a block whose threads wait for one another fails instead
 // of hanging. Number formats and their conversions are NVIDIA's own, from the CUDA headers.
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
@@ -14,7 +14,6 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
-#include <memory>
 #include <type_traits>
 #include <utility>
 
@@ -33,6 +32,8 @@ struct fp8_e4_4_t {
   fp8_e4_t x, y, z, w;
 };
 
+uint3 threadIdx, blockIdx;
+
 namespace emulation {
 
 constexpr int kWarp = 32, kMostThreads = 1024, kStack = 1 << 16, kSharedBytes = 227 * 1024;
@@ -42,7 +43,7 @@ struct Fiber {
   jmp_buf resume;
   State state;
   bool is_new;
-  int turn;          // which half of `offered` the next exchange uses
+  int turn;  // which of `offered` the next exchange uses
   uint64_t offered[2];
 };
 
@@ -51,13 +52,7 @@ int num_threads;
 jmp_buf scheduler;
 std::function<void()> kernel;
 alignas(1024) uchar shared[kSharedBytes];
-std::unique_ptr<char[]> stacks(new char[kMostThreads * kStack]);
-
-}  // namespace emulation
-
-uint3 threadIdx, blockIdx;
-
-namespace emulation {
+char stacks[kMostThreads][kStack];
 
 void await(State barrier) {
   Fiber& own = fibers[threadIdx.x];
@@ -79,7 +74,7 @@ void go_on(int thread) {
   fiber.is_new = false;
   ucontext_t start;
   getcontext(&start);
-  start.uc_stack = {stacks.get() + thread * kStack, 0, kStack};
+  start.uc_stack = {stacks[thread], 0, kStack};
   makecontext(&start, begin, 0);
   setcontext(&start);
 }
@@ -165,8 +160,7 @@ T __shfl_up_sync(uint, T value, int by, int = 32) {
 inline uint __ballot_sync(uint, int vote) {
   const int turn = emulation::offer(vote != 0);
   uint votes = 0;
-  for (int lane = 0; lane < emulation::kWarp; ++lane)
-    votes |= uint(emulation::taken<bool>(turn, lane)) << lane;
+  for (int lane = 0; lane < 32; ++lane) votes |= uint(emulation::taken<bool>(turn, lane)) << lane;
   return votes;
 }
 
@@ -202,23 +196,28 @@ inline float2 __tl_cvt_fp8x2_to_float2(__nv_fp8x2_storage_t x, __nv_fp8_interpre
 }
 
 template <class T>
-T AtomicAdd(T* to, T value) { return std::exchange(*to, T(*to + value)); }
+T AtomicAdd(T* to, T value) {
+  return std::exchange(*to, T(*to + value));
+}
 
 namespace tl {
 template <class V, class U>
 V broadcast(U unit) {
   V vector;
-  for (size_t i = 0; i < sizeof vector; i += sizeof unit) memcpy((char*)&vector + i, &unit, sizeof unit);
+  for (size_t i = 0; i < sizeof(V) / sizeof(U); ++i) reinterpret_cast<U*>(&vector)[i] = unit;
   return vector;
 }
 
-template <class T, class F>
-T reduce(T value, F both) {  // a butterfly, as on the GPU: the order of a sum is part of its result
-  for (int mask = 16; mask; mask /= 2) value = both(value, __shfl_xor_sync(~0u, value, mask));
+// Butterflies, as on the GPU: the order of a sum is part of its result.
+template <class T>
+T warp_reduce_sum(T value) {
+  for (int mask = 16; mask; mask /= 2) value += __shfl_xor_sync(~0u, value, mask);
   return value;
 }
+
 template <class T>
-T warp_reduce_sum(T value) { return reduce(value, std::plus<T>()); }
-template <class T>
-T warp_reduce_max(T value) { return reduce(value, [](T a, T b) { return max(a, b); }); }
+T warp_reduce_max(T value) {
+  for (int mask = 16; mask; mask /= 2) value = max(value, __shfl_xor_sync(~0u, value, mask));
+  return value;
+}
 }  // namespace tl

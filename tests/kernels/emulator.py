@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from torch import Tensor
 from tvm import tirx
 
 HEADER = Path(__file__).with_name("emulator.h")
-# As a GPU: integers wrap, memory has no types; never a fused multiply-add that was not written.
-FLAGS = ("-std=c++17", "-O1", "-w", "-fPIC", "-fwrapv", "-fno-strict-aliasing", "-ffp-contract=off")
+# As on a GPU, integers wrap and memory has no types; no multiply-add is fused unless written so.
+# Fibers jump between stacks, which a fortified longjmp takes for an error.
+FLAGS = ("-std=c++17", "-O1", "-w", "-fPIC", "-fwrapv", "-fno-strict-aliasing", "-ffp-contract=off",
+         "-U_FORTIFY_SOURCE")  # fmt: skip
 KERNEL = re.compile(r"__launch_bounds__\((\d+), \d+\) (\w+)\((.*?)\) \{")
 SHARED = re.compile(r"extern __shared__ __align__\(\d+\) (\w+) (\w+)\[\];")
 
@@ -29,20 +32,20 @@ SHARED = re.compile(r"extern __shared__ __align__\(\d+\) (\w+) (\w+)\[\];")
 def what_is_missing() -> str | None:
     """Return why nothing can be emulated here, or None."""
     missing = [tool for tool in ("g++", "nvcc") if shutil.which(tool) is None]
-    return f"needs {' and '.join(missing)} on PATH" if missing else None
+    if missing:
+        return f"needs {' and '.join(missing)} on PATH"
+    has_headers = (cuda_include() / "cuda_fp8.h").is_file()
+    return None if has_headers else "needs the CUDA headers beside nvcc"
 
 
-def cuda_include() -> str:
-    """Return the folder of the CUDA headers that belong to the nvcc on PATH.
-
-    Asks nvcc itself, whose place on PATH may be a link or a script.
-    """
-    plan = subprocess.run(
-        ["nvcc", "--dryrun", "-E", "-x", "cu", "-"], input="", capture_output=True, text=True
-    )
+@cache
+def cuda_include() -> Path:
+    """Return nvcc's own folder of headers; its place on PATH may be a link or a script."""
+    command = ["nvcc", "--dryrun", "-E", "-x", "cu", "-"]
+    plan = subprocess.run(command, input="", capture_output=True, text=True)
     top = re.search(r"^#\$ TOP=(.*)$", plan.stderr, re.MULTILINE)
     assert top is not None, f"nvcc does not say where it lives:\n{plan.stderr}"
-    return str(Path(top[1].strip()) / "include")
+    return Path(top[1].strip()) / "include"
 
 
 def lowered(program: Any) -> str:
