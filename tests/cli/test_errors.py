@@ -210,7 +210,7 @@ def test_ctrl_c_in_the_middle_of_a_simulation(tmp_path):
     assert child.stderr.readline() == "started\n"
     time.sleep(0.5)
     child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=20)
+    out, err = child.communicate(timeout=120)
     assert (child.returncode, out, err) == (130, "", "interrupted\n")
     assert list(tmp_path.iterdir()) == []
 
