@@ -206,6 +206,8 @@ def test_ctrl_c_in_the_middle_of_a_simulation(tmp_path):
     child = subprocess.Popen(
         [sys.executable, "-c", SAY_WHEN, *options.split()],
         cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        # A shell's background jobs ignore interrupts, and their children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     assert child.stderr.readline() == "started\n"
     time.sleep(0.5)
