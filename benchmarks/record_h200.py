@@ -38,7 +38,7 @@ from mdi_exec.cache import CacheLayout
 from mdi_exec.engine import LLMEngine
 from mdi_exec.llm import LLM
 from mdi_exec.make_checkpoint import make_checkpoint
-from mdi_exec.options import GB, scheduler_config, split_options
+from mdi_exec.options import GB, split_options
 from mdi_exec.sampling import SamplingParams
 from mdi_exec.serve_trace import TraceClient
 from mdi_traces.run import Run
@@ -58,10 +58,7 @@ def restarted(llm: LLM, options: dict[str, Any]) -> LLM:
         torch.cuda.empty_cache()
     fresh.options, scheduler_options = split_options(options)
     layout = CacheLayout(config=llm.config, numerics=llm.model.numerics)
-    fresh.scheduler_config = scheduler_config(
-        scheduler_options, layout, GB, eos_token_id=llm.config.eos_token_id,
-        max_positions=llm.config.max_position_embeddings,
-    )  # fmt: skip
+    fresh.scheduler_config = fresh._sized(layout, scheduler_options, GB)
     fresh.engine = fresh._engine(layout)
     return fresh
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from mdi_exec.checkpoint_names import TensorSpec, expected_tensors
 from mdi_exec.model.config import ModelConfig, require
-from mdi_exec.random_weights import E4M3_SPREAD, E8M0_BIAS, law_of, scale_law, spread_of
+from mdi_exec.ops.quantise import E4M3_MAX, E8M0_BIAS
+from mdi_exec.random_weights import E4M3_SPREAD, law_of, scale_law, spread_of
 
 PIECE_ELEMENTS = 2**26  # 256 MiB of float32: bounds what is drawn at once
-E4M3_MAX = 448.0
 
 _DTYPES = {
     "F32": torch.float32, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,

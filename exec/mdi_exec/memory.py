@@ -12,17 +12,18 @@ import torch
 from mdi_exec.cache import CacheLayout
 from mdi_exec.checkpoint_names import TensorSpec, expected_tensors
 from mdi_exec.model.config import ModelConfig
+from mdi_exec.model.indexer import MAX_GATHERED_VALUES as INDEXER_GATHERS
+from mdi_exec.model.indexer import MAX_SCORES
 from mdi_exec.numerics import Numerics
+from mdi_exec.ops.hyper_connections import term_rows
+from mdi_exec.ops.sparse_attention import MAX_GATHERED_VALUES as ATTENTION_GATHERS
+from mdi_exec.options import GB
+from mdi_exec.sampler import ROWS_AT_ONCE
 from mdi_shared.errors import ConfigError
 
-GB = 1e9
 NOT_BACKBONE = ("mtp.", "vision.", "aligner.", "image_")  # in the checkpoint, but never loaded
 MARGIN = 1.1  # allocator rounding and small tensors
-MAX_SCORES = 2**27  # index scores a GPU holds at once
-MAX_GATHERED = 2**25  # values the reference of the indexer gathers at once
-MAX_ATTENDED = 2**24  # values the reference of attention gathers at once
-SAMPLED_ROWS = 64  # rows the sampler works on at once, in a few float64 and int64 arrays
-SAMPLER_ARRAYS = 8
+SAMPLER_ARRAYS = 8  # of float64 and int64, of as many rows as the sampler takes at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +107,7 @@ def _copied_bytes(specs: dict[str, TensorSpec], *, for_kernels: bool) -> int:
 
 def _projection_terms_bytes(c: ModelConfig) -> int:
     """Bytes of a layer's two hyper-connection projections split into bfloat16 terms."""
-    rows = -(-3 * c.hc_width // 32) * 32
-    return 2 * rows * c.hc_mult * c.hidden_size * 2
+    return 2 * term_rows(c.hc_width) * c.hc_mult * c.hidden_size * 2
 
 
 def workspace_bytes(
@@ -142,7 +142,7 @@ def _attention(c: ModelConfig, limits: StepLimits, element: int, *, for_kernels:
     if for_kernels:
         return held
     keys = rows * (c.sliding_window + c.index_topk) * c.head_dim
-    gathered = max(min(keys, MAX_ATTENDED), (c.sliding_window + c.index_topk) * c.head_dim)
+    gathered = max(min(keys, ATTENTION_GATHERS), (c.sliding_window + c.index_topk) * c.head_dim)
     largest = wide * max(c.q_lora_rank, c.o_lora_rank)
     return held + 24 * gathered + 12 * largest
 
@@ -157,7 +157,7 @@ def _selection(c: ModelConfig, limits: StepLimits, element: int, *, for_kernels:
         scores = min(limits.rows * columns, max(MAX_SCORES, columns))
         return queries + 4 * scores
     per_column = c.index_head_dim + c.index_n_heads
-    scored = min(limits.rows * columns, max(MAX_GATHERED // per_column, columns))
+    scored = min(limits.rows * columns, max(INDEXER_GATHERS // per_column, columns))
     return queries + scored * (24 * per_column + 48)
 
 
@@ -182,7 +182,7 @@ def _engram(c: ModelConfig, limits: StepLimits, element: int, *, for_kernels: bo
 
 def _head(c: ModelConfig, limits: StepLimits, *, for_kernels: bool) -> int:
     logits = 2 * 4 * limits.seqs * c.vocab_size
-    sampler = 8 * SAMPLER_ARRAYS * min(limits.seqs, SAMPLED_ROWS) * c.vocab_size
+    sampler = 8 * SAMPLER_ARRAYS * min(limits.seqs, ROWS_AT_ONCE) * c.vocab_size
     weight = 0 if for_kernels else 4 * c.vocab_size * c.hidden_size
     return logits + sampler + weight
 

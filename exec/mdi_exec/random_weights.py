@@ -19,6 +19,7 @@ import scipy.special
 import torch
 
 from mdi_exec.checkpoint_names import TensorSpec
+from mdi_exec.ops.quantise import E8M0_BIAS
 
 Array = npt.NDArray[Any]
 
@@ -26,7 +27,6 @@ TABLE_ENTRIES = 2**16
 WORDS_AT_ONCE = 2**20  # 8 MiB of random bits
 E4M3_SPREAD = 100.0  # codes of one standard deviation: the table's ends stay below 448
 E2M1_RMS = math.sqrt(68.5 / 8)  # of the eight magnitudes, each equally likely
-E8M0_BIAS = 127
 
 
 class Law(NamedTuple):

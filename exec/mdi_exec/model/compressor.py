@@ -16,15 +16,17 @@ from mdi_exec.model.linear import Linear
 from mdi_exec.model.norm import RmsNorm
 from mdi_exec.model.step_context import GroupRows, StepContext
 from mdi_exec.model.weights import Weights
-from mdi_exec.ops.rope import rotate
+from mdi_exec.ops.rope import Rotation, rotate
 from mdi_exec.ops.row_pool import store_rows
 
 
 class Latents(NamedTuple):
-    """Compressed vectors [T, d] before rotation, one per row of the step, and their groups."""
+    """Compressed vectors [T, d] before rotation, one per row of the step, their groups, and the
+    rotation of the groups' first positions."""
 
     values: Tensor
     groups: GroupRows
+    rotation: Rotation
 
 
 class Compressor:
@@ -50,7 +52,7 @@ class Compressor:
         rotation = ctx.ropes.rotation(groups.first_position, ratio)
         # A copy: keys are made from un-rotated latents, and a kernel rotates in place.
         store_rows(ctx.cache.entries[layer], groups.entry, rotate(latents.clone(), rotation))
-        return Latents(latents, groups)
+        return Latents(latents, groups, rotation)
 
     def _pool(self, a_in: Tensor, groups: GroupRows, ctx: StepContext) -> Tensor:
         """Average each group's values, weighted elementwise by a softmax over its gates."""

@@ -14,6 +14,7 @@ from mdi_exec.model.linear import Linear, QLinear
 from mdi_exec.model.norm import RmsNorm
 from mdi_exec.model.step_context import StepContext
 from mdi_exec.model.weights import Weights
+from mdi_exec.ops.backend import runs_kernels
 from mdi_exec.ops.index_scores import Listed, PagedRows, score_entries
 from mdi_exec.ops.quantise import Quantised, round_fp4
 from mdi_exec.ops.rope import rotate
@@ -36,11 +37,8 @@ class IndexKeys:
         self.norm = RmsNorm(weights, "k_norm", config.index_head_dim, config.rms_norm_eps)
 
     def __call__(self, latents: Latents, ctx: StepContext) -> None:
-        groups = latents.groups
-        rotation = ctx.ropes.rotation(groups.first_position, self.plan.ratio)
-        pool = ctx.cache.keys[self.plan.index]
-        keys = rotate(self.norm(self.wk(latents.values)), rotation)
-        store_rows(pool, groups.entry, keys)
+        keys = rotate(self.norm(self.wk(latents.values)), latents.rotation)
+        store_rows(ctx.cache.keys[self.plan.index], latents.groups.entry, keys)
 
 
 class Indexer:
@@ -62,9 +60,9 @@ class Indexer:
         chosen, blocks = [], []
         for start in range(0, ctx.batch.num_rows, step):
             rows = slice(start, start + step)
-            listed = self.listed(ctx, rows)
-            scores = self.scores(queries[rows], head_weights[rows], pages.part(rows), listed, ctx)
-            selected, kept = self._select(scores, pages.part(rows), listed)
+            part, listed = pages.part(rows), self.listed(ctx, rows)
+            scores = self.scores(queries[rows], head_weights[rows], part, listed, ctx)
+            selected, kept = self._select(scores, part, listed)
             chosen.append(selected)
             blocks.append(kept)
         ctx.selected = torch.cat(chosen) if len(chosen) > 1 else chosen[0]
@@ -108,7 +106,7 @@ class Indexer:
         return score_entries(queries, head_weights, keys, pages, self.num_columns(ctx), listed)
 
     def _rows_at_once(self, queries: Tensor, columns: int) -> int:
-        if queries.is_cuda and queries.dtype == torch.bfloat16:
+        if runs_kernels(queries):
             return max(1, MAX_SCORES // columns)
         width = self.config.index_head_dim + self.config.index_n_heads
         return max(1, MAX_GATHERED_VALUES // (columns * width))

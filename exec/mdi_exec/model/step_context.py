@@ -60,6 +60,7 @@ class StepContext:
         self.selected: Tensor | None = None
         self.candidates: Tensor | None = None
         self.expert_counts = expert_counts
+        self._pages: dict[int, PagedRows] = {}  # by ratio
         self._rotations = {r: ropes.rotation(batch.positions, r) for r in (0, 1)}
         window = cache.layout.config.sliding_window
         first = torch.maximum(
@@ -110,17 +111,19 @@ class StepContext:
         return GroupRows(members, first, is_complete, entry * is_complete)
 
     def pages(self, ratio: int) -> PagedRows:
-        """The step's rows and their sequences' entries, for scoring."""
+        """The step's rows and their sequences' entries, for scoring; made once for each ratio."""
         batch = self.batch
-        place = batch.positions - batch.starts[batch.seq_of_row]
-        return PagedRows(
-            block_tables=batch.block_tables,
-            per_block=self.cache.layout.block_entries(ratio),
-            seq=batch.seq_of_row.to(torch.int32),
-            place=place.to(torch.int32),
-            visible=((batch.positions + 1) // ratio).to(torch.int32),
-            one_per_seq=batch.num_rows == batch.num_seqs,
-        )
+        if ratio not in self._pages:
+            place = batch.positions - batch.starts[batch.seq_of_row]
+            self._pages[ratio] = PagedRows(
+                block_tables=batch.block_tables,
+                per_block=self.cache.layout.block_entries(ratio),
+                seq=batch.seq_of_row.to(torch.int32),
+                place=place.to(torch.int32),
+                visible=((batch.positions + 1) // ratio).to(torch.int32),
+                one_per_seq=batch.num_rows == batch.num_seqs,
+            )
+        return self._pages[ratio]
 
     def _rows_of(self, targets: Tensor, seq: Tensor, length: int) -> Tensor:
         """Rows of positions `targets` [R, D] of sequences seq [R], among kept and new rows."""

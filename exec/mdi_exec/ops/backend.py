@@ -26,9 +26,12 @@ def select(
     when x lies on a GPU and has one of `dtypes`. Kernel modules are imported when first needed: a
     machine without a GPU never loads the kernel compiler.
     """
-    if kernel is None or not x.is_cuda or x.dtype not in dtypes:
-        return ref
-    return cast(F, _load(kernel))
+    return ref if kernel is None or not runs_kernels(x, dtypes) else cast(F, _load(kernel))
+
+
+def runs_kernels(x: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)) -> bool:
+    """Say whether ops on `x` run on kernels, where they have one."""
+    return x.is_cuda and x.dtype in dtypes
 
 
 @cache

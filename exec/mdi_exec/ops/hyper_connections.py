@@ -19,6 +19,7 @@ from mdi_exec.ops.rms_norm import rms_norm_round_ref
 
 # Float32 coefficients against another summation order of the same projection.
 HC_MAX_ABS = 1e-5
+TERMS = 3  # bfloat16 numbers that add up to a float32 one
 
 
 class HcCoefficients(NamedTuple):
@@ -96,6 +97,11 @@ def hc_finish(
                iterations=iterations, eps=eps)  # fmt: skip
 
 
+def term_rows(coefficients: int) -> int:
+    """Rows of a projection's terms, one below the other, up to a multiple of 32."""
+    return -(-TERMS * coefficients // 32) * 32
+
+
 class HcProjection:
     """A projection float32 [(2+n)n, nD]; for kernels also split into bfloat16 terms, once."""
 
@@ -111,11 +117,11 @@ class HcProjection:
         """
         if self._terms is None:
             rest, terms = self.weight, []
-            for _ in range(3):
+            for _ in range(TERMS):
                 terms.append(rest.to(torch.bfloat16))
                 rest = rest - terms[-1].to(torch.float32)
             stacked = torch.cat(terms)
-            padding = -stacked.shape[0] % 32
+            padding = term_rows(self.weight.shape[0]) - stacked.shape[0]
             self._terms = torch.nn.functional.pad(stacked, (0, 0, 0, padding))
         return self._terms
 

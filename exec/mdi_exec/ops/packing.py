@@ -10,7 +10,8 @@ decoding (`kernels/decode_source.py`). Packing is undone exactly by `unpack_code
 import torch
 from torch import Tensor
 
-GROUP = 32
+from mdi_exec.ops.quantise import GROUP
+
 LARGEST_FP4_SCALE = 128  # E8M0 byte, 2^1: decoding multiplies by 2^126 times the scale
 LARGEST_FP8_SCALE = 134
 

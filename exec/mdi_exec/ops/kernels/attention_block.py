@@ -10,7 +10,8 @@ from typing import Any
 
 import tilelang.language as T
 
-KEY_BLOCK = 64
+from mdi_exec.ops.sparse_attention import KEY_BLOCK
+
 HEAD_TILE = 64
 WARPGROUP = 128
 THREADS = 3 * WARPGROUP

@@ -8,8 +8,8 @@ higher score has appeared. Read next: `sparse_attention.py`.
 import tilelang.language as T
 
 from mdi_exec.ops.kernels.attention_block import HEAD_TILE, KEY_BLOCK, KEY_SHIFT, LOG2_E
+from mdi_exec.ops.sparse_attention import FIRST_MAX
 
-FIRST_MAX = -1e30
 SAMPLES = ()  # no kernel of its own
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mdi_exec.ops.engram import GATE_FLOOR, STATISTIC_EPS
 from mdi_exec.ops.kernels.jit import Sample, compiled
+from mdi_exec.ops.kernels.lanes import WARP
 
-WARP = 32
 VECTOR = 8  # bfloat16 values of a 16-byte access
 MOST_THREADS = 128
 

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from mdi_exec.ops.gemm import QuantisedWeight
-from mdi_exec.ops.hyper_connections import hc_finish
+from mdi_exec.ops.hyper_connections import hc_finish, term_rows
 from mdi_exec.ops.kernels.jit import Sample, compiled
 from mdi_exec.ops.kernels.weight_gemm import FEW_ROWS, dense_product
 
 HC_SPLITS = 16  # parts a hyper-connection's projection is summed in, whatever the number of rows
 HC_ROWS = 64
-TERMS = 3  # bfloat16 numbers that add up to a float32 one
 
 
 def _step_of(k):
@@ -59,7 +58,7 @@ def hc_project(width, coefficients):
     [HC_SPLITS, rows, coefficients], squares [HC_SPLITS, rows].
     """
     rows = T.dynamic("rows")
-    padded = 32 * -(-TERMS * coefficients // 32)
+    padded = term_rows(coefficients)
     part = width // HC_SPLITS
     step = _step_of(part)
 

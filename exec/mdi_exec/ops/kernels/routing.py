@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from mdi_exec.ops.kernels.jit import Sample, compiled
+from mdi_exec.ops.kernels.lanes import WARP
 from mdi_exec.ops.routing import NO_EXPERT, WEIGHT_EPS, RowGroups, max_tiles
 
-WARP = 32
 LOWEST = -3.0e38  # above minus infinity, which marks what is taken
 LINEAR_FROM = 20.0  # torch's softplus is the identity above
 ROUTE_WARPS = 4  # tokens a block of `route`

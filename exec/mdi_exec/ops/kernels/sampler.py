@@ -14,10 +14,10 @@ from torch import Tensor
 
 from mdi_exec.ops import gumbel
 from mdi_exec.ops.kernels.jit import Sample, compiled
+from mdi_exec.ops.kernels.lanes import WARP
 from mdi_exec.sampler import FILTERED_LOGPROB, Bans, Sampled, SamplingRows, mass_bits
 from mdi_exec.sampling import NO_GOLDEN
 
-WARP = 32
 THREADS = 256
 WARPS = THREADS // WARP
 PER_THREAD = 4

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from mdi_exec.ops.kernels.jit import Sample, compiled
+from mdi_exec.ops.kernels.lanes import WARP
 from mdi_exec.ops.top_entries import NONE, candidate_blocks_ref
 
-WARP = 32
 THREADS = 512
 WARPS = THREADS // WARP
 BLOCKS_OF_SM = 2  # keeps a thread at 64 registers, so that one row's barriers hide behind another

@@ -18,9 +18,9 @@ from mdi_exec.ops.gemm import QuantisedWeight
 from mdi_exec.ops.kernels.decode_source import DECODE_SOURCE
 from mdi_exec.ops.kernels.jit import Sample, compiled, has_known_registers
 from mdi_exec.ops.packing import block_of
+from mdi_exec.ops.quantise import GROUP
 from mdi_exec.ops.routing import RowGroups
 
-GROUP = 32
 LARGEST_WIDE_TILE = 96  # beyond, wide blocks outgrow shared memory
 FEW_ROWS = 64  # up to here a dense product reads codes; beyond, expanded weights pay
 
