@@ -28,8 +28,9 @@ MS = 1e6  # ns
 class HostTimes:
     """Host times of steps with rows, ns; NaN where a step says nothing about one.
 
-    `idle` are whole turns of steps without rows, of which the other arrays hold nothing. `ingress`
-    is how long an arrival that found the engine idle waited to be seen, `gap` how long
+    `idle` are whole turns of steps without rows, of which the other arrays hold nothing: from one
+    such turn's look for arrivals to the next one's. The last of a row of them overlaps with a step
+    that has rows, and says nothing. `ingress` is how long an arrival that found the engine idle waited to be seen, `gap` how long
     the device was idle before the step, `arrived` says that requests came before the step.
     """
 
@@ -59,6 +60,7 @@ def host_times(table: pa.Table) -> HostTimes:
     gap = floats(table["gap_ms"]) * MS
     decode = kind_rows(table, DECODE)
     busy = decode | kind_rows(table, PREFILL)
+    turns = np.diff(t_sched)[~busy[:-1] & ~busy[1:]]
     # Device marks lie some microseconds off on the host's clock: no time is below zero.
     return HostTimes(
         n_seqs=ints(table["n_seqs"])[busy].astype(np.float64),
@@ -67,7 +69,7 @@ def host_times(table: pa.Table) -> HostTimes:
         schedule=np.maximum(schedule, 0.0)[busy],
         launch=np.maximum(queued - planned, 0.0)[busy],
         process=np.maximum(t_done - began, 0.0)[busy],
-        idle=np.maximum(schedule + (queued - planned) + (t_done - began), 0.0)[~busy],
+        idle=turns.astype(np.float64),
         ingress=np.where(idle, ingress, np.nan)[busy],
         gap=np.where(idle, np.nan, gap)[busy],
     )
