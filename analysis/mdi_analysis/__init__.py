@@ -16,6 +16,8 @@ from mdi_analysis.metrics import (
     meets_slo,
     request_latencies,
 )
+from mdi_analysis.overlay import overlay_figure
+from mdi_analysis.overlay_page import overlay_page, save_overlay
 from mdi_analysis.perfetto import export_perfetto, trace_events
 from mdi_analysis.plan_identity import Difference, PlanIdentity, compare_plans
 from mdi_analysis.plots import (
@@ -46,11 +48,14 @@ __all__ = [
     "inter_token_latencies",
     "meets_slo",
     "metrics_markdown",
+    "overlay_figure",
+    "overlay_page",
     "plot_latency",
     "plot_step_time",
     "plot_throughput",
     "plot_timeline",
     "request_latencies",
+    "save_overlay",
     "save_plots",
     "summarize",
     "trace_events",
