@@ -27,6 +27,9 @@ from mdi_analysis.plots import (
     plot_timeline,
     save_plots,
 )
+from mdi_analysis.step_frames import per_kind_summary, step_items_frame, steps_frame
+from mdi_analysis.step_reasons import slowest_steps
+from mdi_analysis.step_roofline import roofline_position, run_shape
 from mdi_analysis.summary import Summary, summarize
 
 __all__ = [
@@ -50,13 +53,19 @@ __all__ = [
     "metrics_markdown",
     "overlay_figure",
     "overlay_page",
+    "per_kind_summary",
     "plot_latency",
     "plot_step_time",
     "plot_throughput",
     "plot_timeline",
     "request_latencies",
+    "roofline_position",
+    "run_shape",
     "save_overlay",
     "save_plots",
+    "slowest_steps",
+    "step_items_frame",
+    "steps_frame",
     "summarize",
     "trace_events",
 ]

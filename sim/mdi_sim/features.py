@@ -18,13 +18,12 @@ from numpy.typing import NDArray
 
 from mdi_shared.linear_cost import DECODE_FEATURES, PREFILL_FEATURES, LinearCost
 from mdi_traces.columns import Bools, Ints, codes, floats, ints
-from mdi_traces.step_marks import SLOW_LAUNCH, is_compile, is_warm
+from mdi_traces.step_features import COLUMN_OF, SLOW_LAUNCH, is_compile, is_warm
 
 Floats = NDArray[np.float64]
 
 PREFILL, DECODE = "prefill", "decode"
 FEATURES: Mapping[str, tuple[str, ...]] = {PREFILL: PREFILL_FEATURES, DECODE: DECODE_FEATURES}
-_COLUMN_OF = {"rows": "n_tokens", "consumer_rows": "n_consumer_rows", "cached_rows": "sum_k"}
 
 LONG_CONTEXT = 8_192  # tokens: longer contexts count as long in error tables
 FEWEST_OWN = 3  # undisturbed steps of a graph that make the disturbed ones dispensable
@@ -92,7 +91,7 @@ def _octave(values: NDArray[Any]) -> NDArray[Any]:
 
 def step_features(table: pa.Table, kind: str) -> Floats:
     """Return the features of all rows of a step table as [steps, features]."""
-    columns = [ints(table[_COLUMN_OF.get(name, name)]) for name in FEATURES[kind]]
+    columns = [ints(table[COLUMN_OF.get(name, name)]) for name in FEATURES[kind]]
     return np.stack(columns, axis=1).astype(np.float64)
 
 

@@ -1,15 +1,23 @@
-"""Which steps are the first of their kind: there kernels are compiled and graphs captured.
+"""What step-time models see in a step table: where features are, and which steps measure nothing.
 
-Such steps say little about the device. Whoever fits or explains step times asks here, so that both
+In the first step of a kind and the first use of a graph kernels are compiled and graphs captured,
+which says little about the device. Whoever fits step times or explains them asks here, so that both
 mean the same. Arrays have one entry per step, in the order of the run.
 
-Read next: `columns.py` (how columns become arrays).
+Read next: `mdi_shared/linear_cost.py` (the features), `columns.py` (how columns become arrays).
 """
+
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mdi_traces.columns import Bools, Ints
+
+# Feature of `linear_cost` -> column of the step table, where the names differ.
+COLUMN_OF: Mapping[str, str] = {
+    "rows": "n_tokens", "consumer_rows": "n_consumer_rows", "cached_rows": "sum_k",
+}  # fmt: skip
 
 SLOW_LAUNCH = 10.0  # times the median: the host compiled a kernel, which says nothing of a device
 SHORTEST_COMPILE_MS = 100.0  # hiccups below belong to a step's time
