@@ -6,6 +6,8 @@ Columns of the step table keep their names (docs/trace-format.md); what is added
 Read next: `step_roofline.py` (how fast a step could be), `step_reasons.py` (why it was slow).
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 import pandas as pd
 
@@ -40,9 +42,9 @@ STEP_COLUMNS = {
     "gap_ms": "the device was idle before the step: recorded, else from the time marks",
     "had_requests": "the rank's step before left requests queued or running: a gap is the engine's",
     "plan_ms": "t_launch - t_sched: planning and laying out",
-    "host_ms": "plan_ms + cpu_launch_ms + cpu_proc_ms, as far as recorded",
     "visible_ms": "t_done - t_dev_end; NaN where all rows were dropped",
     "turn_ms": "t_done since the rank's step before; NaN where that left no requests",
+    "host_ms": "plan_ms + cpu_launch_ms + cpu_proc_ms, as far as recorded",
     "is_first": "first step of its kind or first use of its graph on the rank",
     "is_compile": "its launch took so long that the host must have compiled kernels",
     "emitted": "output tokens",
@@ -70,6 +72,12 @@ ITEM_COLUMNS = {
 }
 
 
+def columns_markdown(columns: Mapping[str, str]) -> str:
+    """Return added columns as a Markdown table; docs/step-timings.md holds both."""
+    lines = ["| column | meaning |", "|---|---|"]
+    return "\n".join([*lines, *(f"| `{name}` | {text} |" for name, text in columns.items())]) + "\n"
+
+
 def steps_frame(
     run: RunLike,
     *,
@@ -86,7 +94,9 @@ def steps_frame(
     """
     frame = run.steps.iloc[in_order(run.steps)].reset_index(drop=True)
     times = host_times(frame)
-    added: dict[str, object] = {name: frame[column] for name, column in COLUMN_OF.items()}
+    added: dict[str, object] = {
+        name: series(frame, "steps", column) for name, column in COLUMN_OF.items()
+    }
     added["device_ms"] = device_ms(frame)
     added["gap_ms"] = gap_ms(frame)
     added["had_requests"] = had_requests(frame)
@@ -121,7 +131,10 @@ def step_items_frame(run: RunLike) -> pd.DataFrame:
     frame = pd.concat([items.reset_index(drop=True), per_step.reset_index(drop=True)], axis=1).iloc[
         order
     ]
-    about = run.requests[["req_id", "arrival_ns", "prompt_len"]]
+    about = pd.DataFrame({
+        name: series(run.requests, "requests", name)
+        for name in ("req_id", "arrival_ns", "prompt_len")
+    })  # fmt: skip
     frame = frame.astype({"req_id": str}).merge(
         about.astype({"req_id": str}), on="req_id", how="left", validate="many_to_one"
     )
@@ -244,7 +257,7 @@ def _recomputed(frame: pd.DataFrame) -> Floats:
     """Return the rows of each prompt chunk that lie below what its request had reached before."""
     reached = frame.groupby("req_id", sort=False)["k"].cummax()
     before = reached.groupby(frame["req_id"], sort=False).shift(fill_value=0)
-    again = (np.minimum(frame["k"], before) - frame["cached"]).clip(lower=0)
+    again = (np.minimum(frame["k"], before) - (frame["k"] - frame["q"])).clip(lower=0)
     prompt = (series(frame, "items", "kind") == "prefill").to_numpy()
     rows: Floats = np.where(prompt, again, 0)
     return rows
