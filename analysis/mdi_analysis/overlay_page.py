@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from mdi_analysis.compare import Comparison
 from mdi_analysis.drawing import save_figure
-from mdi_analysis.frames import RunLike
+from mdi_analysis.frames import OWN_KINDS, RunLike
 from mdi_analysis.overlay import overlay_figure, overlay_rows
-from mdi_analysis.report import Sheet, counted
+from mdi_analysis.report import Sheet, change, counted, number, percent
 from mdi_traces.io import atomic_file
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def overlay_page(
         f"<p class='basis'><b>plans</b>: {escape(str(found.plans))}</p>",
         f"<p class='basis'>Differences are ({escape(found.names[1])} − {escape(found.names[0])}) / "
         f"{escape(found.names[0])}.</p>",
+        _table(_headline(found)),
         "<div class='sheets'>", *(_table(sheet) for sheet in found.sheets()), "</div>",
     ]  # fmt: skip
     for title, figure in overlay_rows(a, b, found.names).items():
@@ -84,6 +85,23 @@ def save_overlay(
     if png is not None:
         written.append(save_figure(overlay_figure(a, b, found.names), png, dpi=DPI))
     return written
+
+
+def _headline(found: Comparison) -> Sheet:
+    """Return the figures most read: steps by kind, throughput, TTFT and TPOT, the host's gap."""
+    steps = [
+        (f"{kind} step, {how}", number(k.device_ms["mean"].a), number(k.device_ms["mean"].b),
+         f"median {percent(k.error.p50)}, P90 {percent(k.error.p90)}")
+        for kind, k in found.kinds.items() if kind in OWN_KINDS
+        for how in ["paired" if k.paired else "by percentile"]
+    ]  # fmt: skip
+    pairs = [(name, found.rates[name]) for name in ("output_tok_s_gpu", "input_tok_s_gpu")]
+    pairs += [(f"{name} {stat}", found.latency[name][stat])
+              for name in ("ttft_ms", "tpot_ms") for stat in ("mean", "p99")]  # fmt: skip
+    pairs.append(("gap_ms mean", found.host["gap_ms"]["mean"]))
+    rows = [(name, number(pair.a), number(pair.b), change(pair.relative)) for name, pair in pairs]
+    return Sheet("at a glance (steps: mean ms, and the size of the errors)",
+                 ("figure", *found.names, "difference"), [*steps, *rows])  # fmt: skip
 
 
 def _basis(run: RunLike, name: str, basis: str | None) -> str:

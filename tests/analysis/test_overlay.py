@@ -60,6 +60,7 @@ def test_page_stands_alone_and_escapes_names(run, slower):
     assert "model <b>" not in page
     assert "model &lt;b&gt;" in page
     assert re.search(r"<td>decode ms p50</td><td>2\.00</td><td>3\.00</td><td>\+50\.0%</td>", page)
+    assert "step, paired</td><td>2.00</td><td>3.00</td><td>median 50.0%, P90 50.0%" in page
     assert not re.search(r"https?://|<script|<link", page)
 
 
