@@ -17,7 +17,15 @@ if TYPE_CHECKING:
         compare,
         compare_plans,
         export_perfetto,
+        overlay_figure,
+        per_kind_summary,
+        roofline_position,
+        run_shape,
+        save_overlay,
         save_plots,
+        slowest_steps,
+        step_items_frame,
+        steps_frame,
     )
     from mdi_exec.engine import LLMEngine
     from mdi_exec.llm import LLM
@@ -106,16 +114,26 @@ __all__ = [
     "load_requests",
     "load_run",
     "make_checkpoint",
+    "overlay_figure",
     "parse_arrivals",
     "parse_lengths",
+    "per_kind_summary",
     "replay_recorded",
+    "roofline_position",
+    "run_shape",
+    "save_overlay",
     "save_plots",
     "simulate",
+    "slowest_steps",
+    "step_items_frame",
+    "steps_frame",
     "summarize",
 ]
 
 _MODULES = {
-    "mdi_analysis": "SLO Comparison Summary compare compare_plans export_perfetto save_plots",
+    "mdi_analysis": "SLO Comparison Summary compare compare_plans export_perfetto overlay_figure "
+    "per_kind_summary roofline_position run_shape save_overlay save_plots slowest_steps "
+    "step_items_frame steps_frame",
     "mdi_shared.config": "SchedulerConfig",
     "mdi_shared.cost": "ConstantCost HostCost StepCost",
     "mdi_shared.errors": "ConfigError DeadlockError MiniDeepInferError TraceError",

@@ -32,6 +32,7 @@ SAYS = {
     "sweep_attempt_interval": r"interval .*\n +1 +\d+ .*\n +10 .*\n +70 .*\n +300 ",
     "closed_loop_sessions": r"closed loop: 400 of 400 completed .*\nopen loop  : 400 of 400 ",
     "ranks_and_placement": r"FirstRank  : TTFT .* busiest rank 4\.00 times the mean",
+    "step_timings": r"prefill +decode .*roofline_share .*step 222, .*first use of the graph",
     "read_step_tables": r"decode +\d+ .*the slowest prefill steps\n.*n_cached",
 }
 

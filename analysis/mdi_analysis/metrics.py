@@ -152,7 +152,8 @@ def inter_token_latencies(run: RunLike) -> Floats:
     if items is None:
         raise TraceError("items table", "absent, but inter-token latency needs it")
     emitted = floats(items, "items", "emitted") > 0
-    done_ns, step_index = _visible_at(run.steps, items)
+    order_of_steps, step_index = locate_items(run.steps, items)
+    done_ns = floats(run.steps, "steps", "t_done")[order_of_steps]
     codes, _ = pd.factorize(series(items, "items", "req_id").array[emitted])
     # One integer per emitting row, ordered by (request, step): sorting it beats sorting rows.
     steps = max(done_ns.size, 1)
@@ -165,15 +166,18 @@ def inter_token_latencies(run: RunLike) -> Floats:
     return gaps[gaps > 0] / NS_PER_MS
 
 
-def _visible_at(steps: pd.DataFrame, items: pd.DataFrame) -> tuple[Floats, Ints]:
-    """Return t_done of the steps ordered by (rank, step), and each item's index into it."""
-    # A flush makes outputs of an earlier step visible and has no items of its own.
-    steps = steps[~is_kind(kind_codes(steps), "flush")]
-    step, item_step = ints(steps, "steps", "step"), ints(items, "items", "step")
+def locate_items(steps: pd.DataFrame, items: pd.DataFrame) -> tuple[Ints, Ints]:
+    """Return the positions of the steps in order of (rank, step), and each item's index into them.
+
+    A flush makes outputs of an earlier step visible and has no items of its own; it is left out.
+    Raises `TraceError` when an item's step is not in the step table.
+    """
+    launched = np.flatnonzero(~is_kind(kind_codes(steps), "flush"))
+    step, item_step = ints(steps, "steps", "step")[launched], ints(items, "items", "step")
     width = int(max(step.max(initial=0), item_step.max(initial=0))) + 1
-    key = ints(steps, "steps", "rank") * width + step
+    key = ints(steps, "steps", "rank")[launched] * width + step
     order = np.argsort(key, kind="stable")
-    key, done_ns = key[order], floats(steps, "steps", "t_done")[order]
+    key = key[order]
     item_key = ints(items, "items", "rank") * width + item_step
     index: Ints = np.searchsorted(key, item_key)
     known = index < key.size
@@ -183,4 +187,4 @@ def _visible_at(steps: pd.DataFrame, items: pd.DataFrame) -> tuple[Floats, Ints]
         raise TraceError("items table", f"step {item_step[row]} of rank "
                          f"{items['rank'].iloc[row]} is not in the step table",
                          row=row + 1, column="step")  # fmt: skip
-    return done_ns, index
+    return launched[order], index

@@ -9,10 +9,9 @@ Read next: `simulate_options.py` (what can be asked for), `minideepinfer/simulat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mdi_shared.errors import ConfigError
 from mdi_shared.placement import placement_by_name
 from minideepinfer.commands.declare import Given, takes_options
-from minideepinfer.commands.files import require_output
+from minideepinfer.commands.files import require_folder, require_output
 from minideepinfer.commands.screen import progress, show_json, show_table, tell
 from minideepinfer.commands.simulate_options import SimulateOptions, settle
 from minideepinfer.commands.simulate_setup import (
@@ -73,8 +72,8 @@ def check_outputs(options: SimulateOptions) -> None:
     make_slo(options)
     if options.out is not None:
         require_output("out", options.out.with_name(f"{options.out.name}.steps.parquet"))
-    if options.plots is not None and options.plots.is_file():
-        raise ConfigError("plots", str(options.plots), "is a file, must be a folder")
+    if options.plots is not None:
+        require_folder("plots", options.plots)
     if options.perfetto is not None:
         require_output("perfetto", options.perfetto, (".json", ".json.gz"))
 

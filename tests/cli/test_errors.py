@@ -141,6 +141,13 @@ def test_without_arguments_the_help_is_shown(mdi):
     assert "generate-workload" in done.out
 
 
+@pytest.mark.parametrize("folder", ["f", "f/plots", "f/new/plots"])
+def test_plots_cannot_lie_under_a_file(fails, folder, small):
+    Path("f").write_text("kept")
+    assert "is a file" in fails(2, "simulate", *small, "--plots", folder)
+    assert Path("f").read_text() == "kept"
+
+
 SAVE_AND_DIE = """
 import os, signal
 import mdi_traces.io as io
