@@ -22,6 +22,7 @@ from minideepinfer.commands.simulate_setup import (
     make_work,
     memory_note,
     model_note,
+    ranks_note,
     read_cost,
 )
 
@@ -37,7 +38,8 @@ def simulate(given: Given) -> None:
     """Replay a request trace, or a generated workload, in virtual time.
 
     Prints a summary; --out saves the run.
-    Step times come from a roofline (uncalibrated), or from a fitted model with --cost.
+    Step times come from a roofline (uncalibrated), or from a model with --cost,
+    fitted (mdi calibrate) or predicted (mdi transfer).
     """
     options, scheduler_options = settle(given)
     fitted = read_cost(options)
@@ -64,7 +66,8 @@ def simulate(given: Given) -> None:
             fast_forward=options.fast_forward,
             on_progress=on_progress,
         )
-    notes = [memory_note(cost, shape, config), model_note(cost, shape)]
+    notes = [memory_note(cost, shape, config), model_note(cost, shape),
+             ranks_note(cost, options.ranks)]  # fmt: skip
     report(run, options, [*work.metadata.notes, *(note for note in notes if note is not None)])
 
 

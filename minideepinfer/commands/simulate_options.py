@@ -76,7 +76,7 @@ class SimulateOptions:
     )  # fmt: skip
     cost: Path | None = option(
         None, "--cost", metavar="FILE.json", panel=ENGINE,
-        help="Fitted step-time model instead of the roofline.",
+        help="Fitted or predicted step-time model instead of the roofline.",
     )  # fmt: skip
     ranks: int = option(1, "--ranks", metavar="N", help="Data-parallel ranks.", panel=ENGINE)
     ep: int | None = option(
