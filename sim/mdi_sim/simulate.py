@@ -23,7 +23,7 @@ from mdi_shared.shape import V41_FLASH, ModelShape
 from mdi_sim.driver import RankDriver, TimeIsUp
 from mdi_sim.group import Group
 from mdi_sim.outcomes import Outcomes
-from mdi_sim.source import Source
+from mdi_sim.source import make_sources
 from mdi_sim.workload import Workload
 from mdi_traces.recorder import RankRecorder
 from mdi_traces.requests import RequestTrace
@@ -68,7 +68,7 @@ def simulate(
     workload = Workload(trace, ranks, placement if placement is not None else RoundRobin())
     env = simpy.Environment()
     group = Group(env, ranks)
-    sources = [Source(arrivals) for arrivals in workload.arrivals]
+    sources = make_sources(workload.arrivals)
     schedulers = [Scheduler(config, make_policy(config, shape, cost)) for _ in range(ranks)]
     drafting = config.num_draft_tokens > 0
     recorders = [RankRecorder(rank, drafting=drafting) for rank in range(ranks)]

@@ -114,6 +114,25 @@ def test_a_closed_loop_turn_arrives_a_think_time_after_the_one_before_ended():
     assert opened.requests["arrival_ns"].tolist() == [0, 1 * MS, 2 * MS]
 
 
+@pytest.mark.parametrize("think", [0, 70 * MS])
+def test_a_closed_loop_turn_on_another_rank_waits_for_its_predecessor(think):
+    """Rank 1 sleeps or serves others meanwhile; the last turn comes back to rank 0."""
+    trace = trace_of(
+        [0, 1 * MS, 2 * MS, 3 * MS], [50] * 4, [10, 10, 10, 90],
+        session_id=pa.array(["s", "s", "s", "t"]), turn=pa.array([0, 1, 2, 0], type=pa.int32()),
+        think_ns=pa.array([None, think, think, None], type=pa.int64()),
+        rank=pa.array([0, 1, 0, 1], type=pa.int16()),
+    )  # fmt: skip
+    run = simulate(trace, cost=COST, ranks=2)
+    arrival, finish = (run.requests[name].tolist() for name in ("arrival_ns", "t_finish"))
+    assert arrival[:3] == [0, finish[0] + think, finish[1] + think]
+    assert run.requests["rank"].tolist() == [0, 1, 0, 1]
+    assert (run.requests["ttft_ms"] > 0).all()
+    assert [f for f in check_run(run) if not f.skipped] == []
+    again = simulate(trace, cost=COST, ranks=2)
+    assert again.requests.equals(run.requests)
+
+
 def test_a_model_that_stops_early_ends_with_stop():
     trace = trace_of([0, 0], [20, 20], [30, 7], max_tokens=pa.array([30, 99], type=pa.int32()))
     for fast_forward in (True, False):
