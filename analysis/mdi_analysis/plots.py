@@ -24,6 +24,7 @@ from mdi_analysis.frames import (
     count_gpus,
     device_ns,
     floats,
+    has_arrived,
     is_kind,
     kind_codes,
     span_ns,
@@ -143,12 +144,13 @@ def plot_throughput(run: RunLike, *, window_s: float | None = None) -> "Figure":
     per_gpu = max(count_gpus(run), 1)
     done, prefill = floats(steps, "steps", "t_done"), is_kind(kind_codes(steps), "prefill")
     arrival, finish = (floats(run.requests, "requests", n) for n in ("arrival_ns", "t_finish"))
+    arrived = has_arrived(run)
     completed = (request_latencies(run)["outcome"] == "completed").to_numpy()
     n_tokens = np.where(prefill, floats(steps, "steps", "n_tokens"), 0.0)
     curves: tuple[tuple[int, str, str, Floats, Floats], ...] = (
         (0, "prefill", BLUE, done, n_tokens / per_gpu),
         (1, "output", VERMILION, done, emitted_tokens(steps) / per_gpu),
-        (2, "arrived", GREY, arrival, np.ones(arrival.size)),
+        (2, "arrived", GREY, arrival[arrived], np.ones(int(arrived.sum()))),
         (2, "completed", GREEN, finish[completed], np.ones(int(completed.sum()))),
     )
     figure, axes = _figure(run, "Throughput", 3, 1, f"windows of {number(window_s)} s")

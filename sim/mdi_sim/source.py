@@ -32,7 +32,7 @@ class Source:
     `peers` are the sources of all ranks, in order; needed where a turn follows one on another rank.
     """
 
-    __slots__ = ("_due", "_elsewhere", "_follows", "_heap", "_peers", "arrived_ns")
+    __slots__ = ("_awaited", "_due", "_elsewhere", "_follows", "_heap", "_peers", "arrived_ns")
 
     def __init__(self, arrivals: Arrivals, peers: "Sequence[Source]" = ()) -> None:
         self._heap = [
@@ -43,6 +43,9 @@ class Source:
         heapq.heapify(self._heap)
         self._follows = arrivals.follows
         self._elsewhere = arrivals.elsewhere
+        self._awaited = [
+            row for row, time in zip(arrivals.rows, arrivals.times_ns, strict=True) if time is None
+        ]
         self._peers = peers
         self._due: deque[int] = deque()
         self.arrived_ns: dict[int, int] = {}  # when closed-loop turns arrived, by trace row
@@ -65,6 +68,11 @@ class Source:
     def next_ns(self) -> int | None:
         """When the next row falls due that is not due yet; None when nothing is known to come."""
         return self._heap[0][0] if self._heap else None
+
+    def not_arrived(self, now_ns: int) -> list[int]:
+        """Return the rows that arrive later than now, turns whose predecessor goes on included."""
+        later = [row for time, row in self._heap if time > now_ns]
+        return later + [row for row in self._awaited if row not in self.arrived_ns]
 
     def ended(self, row: int, now_ns: int) -> int | None:
         """Note that a request ended; return its session's next row where that follows it."""
