@@ -19,6 +19,7 @@ from mdi_shared.errors import TraceError
 
 SCHEMA_VERSION = 2
 METADATA_KEY = b"mdi"
+CONTENT_KEY = b"mdi_content"  # of a run's files: what all of them must agree on
 
 STEPS, ITEMS, REQUESTS = "steps", "items", "requests"
 SOURCES = ("runtime", "simulator", "import", "generator")
