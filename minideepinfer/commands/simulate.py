@@ -14,7 +14,7 @@ from mdi_shared.placement import placement_by_name
 from minideepinfer.commands.declare import Given, takes_options
 from minideepinfer.commands.files import require_output
 from minideepinfer.commands.screen import progress, show_json, show_table, tell
-from minideepinfer.commands.simulate_options import SimulateOptions, settle
+from minideepinfer.commands.simulate_options import DEFAULT_ACCEPT_RATE, SimulateOptions, settle
 from minideepinfer.commands.simulate_setup import (
     make_roofline,
     make_scheduler,
@@ -61,7 +61,11 @@ def simulate(given: Given) -> None:
             shape=shape,
             placement=placement,
             seed=options.seed,
-            draft_accept_rate=options.draft_accept_rate,
+            draft_accept_rate=(
+                DEFAULT_ACCEPT_RATE
+                if options.draft_accept_rate is None
+                else options.draft_accept_rate
+            ),
             until_s=options.until_s,
             fast_forward=options.fast_forward,
             on_progress=on_progress,

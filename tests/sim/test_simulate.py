@@ -15,7 +15,7 @@ from mdi_shared.placement import LeastTokens
 from mdi_sim.simulate import simulate
 from mdi_traces.check import check_run
 from mdi_traces.generate import generate_workload
-from mdi_traces.requests import build_requests
+from mdi_traces.requests import LATEST_NS, build_requests
 from mdi_traces.schema import Metadata
 
 MS = 1_000_000
@@ -54,6 +54,12 @@ def test_a_time_limit_leaves_unfinished_requests_with_a_reason():
     assert run.requests["t_last_token"].iloc[0] <= run.steps["t_done"].max()
     assert run.requests["t_submit"].isna().tolist() == [False, False, True]
     assert run.steps["t_done"].max() < 510 * MS
+
+
+def test_the_latest_arrival_allowed_can_be_served():
+    run = simulate(trace_of([0, LATEST_NS], [10, 10], [2, 2]), cost=COST)
+    assert run.requests["finish_reason"].tolist() == ["length", "length"]
+    assert run.requests["ttft_ms"].iloc[1] < 1_000
 
 
 def test_refused_requests_are_counted_with_a_reason():
