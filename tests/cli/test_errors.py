@@ -72,6 +72,7 @@ def test_wrong_questions(fails, arguments, says):
         (("--set", "max_num_batched_tokens=x"), "must be a whole number or none"),
         (("--set", "max_num_seqs=0"), "max_num_seqs = 0: must be at least 1"),
         (("--set", "max_num_seqs=1000000000"), "must be between 1 and 65,536"),
+        (("--set", "num_blocks=1000000000000"), "must be between 2 (block 0 is reserved) and 16,7"),
         (("--set", "state_slot_ratio=1e9"), "must be between 1.0 and 100.0 slots per seat"),
         (("--set", "context_parallel_size=5000"), "context_parallel_size = 5000: must be at most"),
         (("--draft-accept-rate", "0.5"), "draft_accept_rate = 0.5: changes nothing without"),
