@@ -112,6 +112,18 @@ def test_the_slice_predicts_the_whole_model_at_a_context_never_recorded():
     assert predicted.device_ns(OFFICIAL) / 1e6 == pytest.approx(422.5, rel=0.05)
 
 
+def test_other_figures_the_docs_state():
+    fit = shipped("h200-flash-slice")
+    shape = fitted_shape(fit)
+    prefill = prefill_work(shape, [(4_096, 131_072, 131_072)])
+    decode = decode_work(shape, [131_072] * 64)
+    assert transfer(fit).device_ns(prefill) / 1e6 == pytest.approx(76.3, rel=0.01)
+    assert fit.device_ns(prefill) / 1e6 == pytest.approx(58.9, rel=0.01)
+    assert fit.device_ns(decode) / 1e6 == pytest.approx(40.8, rel=0.01)
+    elsewhere = transfer(fit, hardware=B200, shape=V41_FLASH, ep=4)
+    assert elsewhere.device_ns(OFFICIAL) / 1e6 == pytest.approx(217, rel=0.01)
+
+
 @pytest.mark.parametrize(("batch", "context", "ms"), [
     (1, 4_096, 3.51), (8, 4_096, 5.10), (64, 4_096, 12.13),
     (1, 131_072, 3.69), (8, 131_072, 5.35), (64, 131_072, 12.89),
