@@ -38,10 +38,12 @@ if TYPE_CHECKING:
     from mdi_shared.hardware import B200, H200, Hardware
     from mdi_shared.linear_cost import LinearCost
     from mdi_shared.placement import LeastTokens, Placement, RoundRobin
+    from mdi_shared.predicted_cost import PredictedCost
     from mdi_shared.roofline import Efficiencies, RooflineCost
     from mdi_shared.shape import TINY, V41_FLASH, ModelShape
     from mdi_sim.calibrate import calibrate
     from mdi_sim.replay import replay_recorded
+    from mdi_sim.transfer import transfer
     from mdi_traces import (
         WORKLOADS,
         ChatSessions,
@@ -90,6 +92,7 @@ __all__ = [
     "ModelShape",
     "Placement",
     "Poisson",
+    "PredictedCost",
     "RequestOutput",
     "RequestTrace",
     "RooflineCost",
@@ -128,6 +131,7 @@ __all__ = [
     "step_items_frame",
     "steps_frame",
     "summarize",
+    "transfer",
 ]
 
 _MODULES = {
@@ -140,6 +144,7 @@ _MODULES = {
     "mdi_shared.hardware": "B200 H200 Hardware",
     "mdi_shared.linear_cost": "LinearCost",
     "mdi_shared.placement": "LeastTokens Placement RoundRobin",
+    "mdi_shared.predicted_cost": "PredictedCost",
     "mdi_shared.roofline": "Efficiencies RooflineCost",
     "mdi_shared.shape": "TINY V41_FLASH ModelShape",
     "mdi_traces": "WORKLOADS ChatSessions Finding Fixed LogNormal Poisson RequestTrace Run Uniform "
@@ -152,6 +157,7 @@ _MODULES = {
     "mdi_exec.sampling": "SamplingParams",
     "mdi_sim.calibrate": "calibrate",
     "mdi_sim.replay": "replay_recorded",
+    "mdi_sim.transfer": "transfer",
     "minideepinfer.run_summary": "RunSummary summarize",
     "minideepinfer.simulated": "SimulatedRun simulate",
 }

@@ -18,6 +18,7 @@ from mdi_analysis.frames import (
     Ints,
     RunLike,
     floats,
+    has_arrived,
     ints,
     is_kind,
     kind_codes,
@@ -33,7 +34,7 @@ OUTCOMES = {
     "prompt_length_exceeded": "rejected",
     "insufficient_system_resource": "rejected",
 }
-UNFINISHED = "unfinished"
+UNFINISHED, NEVER_ARRIVED = "unfinished", "never arrived"
 LATENCIES = ("ttft_ms", "ttft_engine_ms", "tpot_ms", "tpot_with_first_ms", "e2e_ms", "queue_ms")
 
 assert OUTCOMES.keys() == set(REASONS.values()), "every finish reason needs an outcome"
@@ -89,8 +90,9 @@ def request_latencies(run: RunLike) -> pd.DataFrame:
     """Return one row per request: req_id, outcome, finish_reason and the `LATENCIES`.
 
     `outcome` is completed (stop, length), rejected (prompt_length_exceeded,
-    insufficient_system_resource), aborted, or unfinished (no finish reason). A latency is NaN
-    where the request never got that far. Raises `TraceError` on an unknown finish reason.
+    insufficient_system_resource), aborted, unfinished (no finish reason), or never arrived (the
+    run ended before). A latency is NaN where the request never got that far. Raises `TraceError`
+    on an unknown finish reason.
     """
     frame = run.requests
     arrival, submit, first_sched, first, last, finish, tokens = (
@@ -103,7 +105,7 @@ def request_latencies(run: RunLike) -> pd.DataFrame:
     reason = series(frame, "requests", "finish_reason").astype(object)
     columns = {
         "req_id": series(frame, "requests", "req_id").to_numpy(),
-        "outcome": _outcomes(reason),
+        "outcome": _outcomes(reason).where(has_arrived(run), NEVER_ARRIVED),
         "finish_reason": reason.to_numpy(),
         "ttft_ms": (first - arrival) / NS_PER_MS,
         "ttft_engine_ms": (first - submit) / NS_PER_MS,

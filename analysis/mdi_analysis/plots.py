@@ -42,6 +42,7 @@ from mdi_analysis.frames import (
     count_gpus,
     device_ns,
     floats,
+    has_arrived,
     is_kind,
     kind_codes,
     span_ns,
@@ -179,12 +180,13 @@ def rate_curves(run: RunLike) -> dict[str, tuple[Floats, Floats]]:
     steps, per_gpu = run.steps, max(count_gpus(run), 1)
     done, prefill = floats(steps, "steps", "t_done"), is_kind(kind_codes(steps), "prefill")
     arrival, finish = (floats(run.requests, "requests", n) for n in ("arrival_ns", "t_finish"))
+    arrived = has_arrived(run)
     completed = (request_latencies(run)["outcome"] == "completed").to_numpy()
     n_tokens = np.where(prefill, floats(steps, "steps", "n_tokens"), 0.0)
     return {
         "prefill": (done, n_tokens / per_gpu),
         "output": (done, emitted_tokens(steps) / per_gpu),
-        "arrived": (arrival, np.ones(arrival.size)),
+        "arrived": (arrival[arrived], np.ones(int(arrived.sum()))),
         "completed": (finish[completed], np.ones(int(completed.sum()))),
     }
 

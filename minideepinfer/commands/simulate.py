@@ -13,7 +13,7 @@ from mdi_shared.placement import placement_by_name
 from minideepinfer.commands.declare import Given, takes_options
 from minideepinfer.commands.files import require_folder, require_output
 from minideepinfer.commands.screen import progress, show_json, show_table, tell
-from minideepinfer.commands.simulate_options import SimulateOptions, settle
+from minideepinfer.commands.simulate_options import DEFAULT_ACCEPT_RATE, SimulateOptions, settle
 from minideepinfer.commands.simulate_setup import (
     make_roofline,
     make_scheduler,
@@ -21,6 +21,7 @@ from minideepinfer.commands.simulate_setup import (
     make_work,
     memory_note,
     model_note,
+    ranks_note,
     read_cost,
 )
 
@@ -36,7 +37,8 @@ def simulate(given: Given) -> None:
     """Replay a request trace, or a generated workload, in virtual time.
 
     Prints a summary; --out saves the run.
-    Step times come from a roofline (uncalibrated), or from a fitted model with --cost.
+    Step times come from a roofline (uncalibrated), or from a model with --cost,
+    fitted (mdi calibrate) or predicted (mdi transfer).
     """
     options, scheduler_options = settle(given)
     fitted = read_cost(options)
@@ -58,12 +60,17 @@ def simulate(given: Given) -> None:
             shape=shape,
             placement=placement,
             seed=options.seed,
-            draft_accept_rate=options.draft_accept_rate,
+            draft_accept_rate=(
+                DEFAULT_ACCEPT_RATE
+                if options.draft_accept_rate is None
+                else options.draft_accept_rate
+            ),
             until_s=options.until_s,
             fast_forward=options.fast_forward,
             on_progress=on_progress,
         )
-    notes = [memory_note(cost, shape, config), model_note(cost, shape)]
+    notes = [memory_note(cost, shape, config), model_note(cost, shape),
+             ranks_note(cost, options.ranks)]  # fmt: skip
     report(run, options, [*work.metadata.notes, *(note for note in notes if note is not None)])
 
 

@@ -30,8 +30,9 @@ class HostTimes:
 
     `idle` are whole turns of steps without rows, of which the other arrays hold nothing: from one
     such turn's look for arrivals to the next one's. The last of a row of them overlaps with a step
-    that has rows, and says nothing. `ingress` is how long an arrival that found the engine idle waited to be seen, `gap` how long
-    the device was idle before the step, `arrived` says that requests came before the step.
+    that has rows, and says nothing. `ingress` is how long an arrival that found the engine idle
+    waited to be seen, `gap` how long the device was idle before the step, `arrived` says that
+    requests came before the step.
     """
 
     n_seqs: Floats
