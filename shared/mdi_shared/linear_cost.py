@@ -211,8 +211,6 @@ class LinearCost:
         decode = require_object("decode", data["decode"], ("terms", "graphs", "ranges"))
         prefill_terms = require_object("prefill.terms", prefill["terms"], PREFILL_TERMS)
         decode_terms = require_object("decode.terms", decode["terms"], DECODE_TERMS)
-        host_names = tuple(f.name for f in fields(HostCost) if f.name != "idle_ns")
-        host = require_object("host", data["host"], host_names, optional=("idle_ns",))
         return cls(
             prefill=PrefillTerms(
                 **prefill_terms, base=_int_pairs("prefill.base", prefill.get("base", ()))
@@ -222,7 +220,7 @@ class LinearCost:
             ),
             prefill_ranges=_read_ranges("prefill.ranges", prefill["ranges"]),
             decode_ranges=_read_ranges("decode.ranges", decode["ranges"]),
-            host=HostCost(**host),
+            host=host_from_json(data["host"]),
             fit=require_mapping("fit", data.get("fit", {})),
         )
 
@@ -230,6 +228,15 @@ class LinearCost:
 def _require_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
         raise ConfigError(name, value, "must be a finite number of at least 0")
+
+
+HOST_TERMS = ("schedule_ns", "schedule_ns_per_seq", "launch_ns", "process_ns", "process_ns_per_seq")
+
+
+def host_from_json(value: object) -> HostCost:
+    """Build the host's costs from a model file; terms that earlier files lack may be missing."""
+    later = tuple(f.name for f in fields(HostCost) if f.name not in HOST_TERMS)
+    return HostCost(**require_object("host", value, HOST_TERMS, optional=later))
 
 
 def _require_ascending(name: str, table: tuple[tuple[int, int], ...]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from mdi_shared.cost import HostCost
 from mdi_shared.errors import ConfigError
 from mdi_shared.hardware import Hardware, hardware_by_name
-from mdi_shared.linear_cost import UNITS, require_mapping, require_object
+from mdi_shared.linear_cost import UNITS, host_from_json, require_mapping, require_object
 from mdi_shared.roofline import Efficiencies, RooflineCost
 from mdi_shared.shape import ModelShape, shape_from_mapping
 from mdi_shared.work import StepWork
@@ -94,14 +94,13 @@ class PredictedCost:
         if type(own["ep"]) is not int:
             raise ConfigError("ep", own["ep"], "must be an int")
         kinds = require_object("efficiencies", own["efficiencies"], ("prefill", "decode"))
-        host_names = tuple(f.name for f in fields(HostCost))
         return cls(
             hardware=hardware_by_name(str(own["hardware"])),
             shape=shape_from_mapping(require_mapping("shape", own["shape"])),
             ep=own["ep"],
             prefill=_efficiencies("efficiencies.prefill", kinds["prefill"]),
             decode=_efficiencies("efficiencies.decode", kinds["decode"]),
-            host=HostCost(**require_object("host", own["host"], host_names)),
+            host=host_from_json(own["host"]),
             basis=require_mapping("basis", own["basis"]),
         )
 
