@@ -58,7 +58,8 @@ class DecodeTerms:
 
     `graphs` lists captured graphs as (rows, ns), ascending. The smallest one that holds a step's
     rows replaces `const` and `rows`; a step larger than all of them runs eagerly, in no less
-    time than the largest graph.
+    time than the largest graph. A graph that is not full touches fewer experts: each row that is
+    missing saves the graph's `graph_slopes`, ns (empty: nothing is saved).
     """
 
     const: float
@@ -66,11 +67,17 @@ class DecodeTerms:
     sum_k: float
     n_seqs: float
     graphs: tuple[tuple[int, int], ...] = ()
+    graph_slopes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in DECODE_TERMS:
             _require_number(f"decode.{name}", getattr(self, name))
         _require_ascending("decode.graphs", self.graphs)
+        if self.graph_slopes and len(self.graph_slopes) != len(self.graphs):
+            raise ConfigError("decode.graph_slopes", len(self.graph_slopes),
+                              f"must be one per graph, {len(self.graphs)}")  # fmt: skip
+        for slope in self.graph_slopes:
+            _require_number("decode.graph_slopes", slope)
 
 
 PREFILL_FEATURES = PREFILL_TERMS[1:]
@@ -140,7 +147,8 @@ class LinearCost:
             return d.const + d.rows * rows
         index = bisect_left(d.graphs, (rows, 0))
         if index < len(d.graphs):
-            return d.graphs[index][1]
+            size, ns = d.graphs[index]
+            return ns - d.graph_slopes[index] * (size - rows) if d.graph_slopes else ns
         return max(d.const + d.rows * rows, d.graphs[-1][1])
 
     def extrapolated(self, work: StepWork) -> tuple[str, ...]:
@@ -172,6 +180,7 @@ class LinearCost:
         prefill, decode = asdict(self.prefill), asdict(self.decode)
         base = [list(entry) for entry in prefill.pop("base")]
         graphs = [list(graph) for graph in decode.pop("graphs")]
+        slopes = list(decode.pop("graph_slopes"))
         return {
             "schema_version": SCHEMA_VERSION,
             "units": UNITS,
@@ -183,6 +192,7 @@ class LinearCost:
             "decode": {
                 "terms": decode,
                 "graphs": graphs,
+                "graph_slopes": slopes,
                 "ranges": {name: list(seen) for name, seen in self.decode_ranges.items()},
             },
             "host": asdict(self.host),
@@ -208,7 +218,8 @@ class LinearCost:
         prefill = require_object(
             "prefill", data["prefill"], ("terms", "ranges"), optional=("base",)
         )
-        decode = require_object("decode", data["decode"], ("terms", "graphs", "ranges"))
+        decode = require_object("decode", data["decode"], ("terms", "graphs", "ranges"),
+                                optional=("graph_slopes",))  # fmt: skip
         prefill_terms = require_object("prefill.terms", prefill["terms"], PREFILL_TERMS)
         decode_terms = require_object("decode.terms", decode["terms"], DECODE_TERMS)
         return cls(
@@ -216,7 +227,9 @@ class LinearCost:
                 **prefill_terms, base=_int_pairs("prefill.base", prefill.get("base", ()))
             ),
             decode=DecodeTerms(
-                **decode_terms, graphs=_int_pairs("decode.graphs", decode["graphs"])
+                **decode_terms,
+                graphs=_int_pairs("decode.graphs", decode["graphs"]),
+                graph_slopes=_numbers("decode.graph_slopes", decode.get("graph_slopes", ())),
             ),
             prefill_ranges=_read_ranges("prefill.ranges", prefill["ranges"]),
             decode_ranges=_read_ranges("decode.ranges", decode["ranges"]),
@@ -237,6 +250,12 @@ def host_from_json(value: object) -> HostCost:
     """Build the host's costs from a model file; terms that earlier files lack may be missing."""
     later = tuple(f.name for f in fields(HostCost) if f.name not in HOST_TERMS)
     return HostCost(**require_object("host", value, HOST_TERMS, optional=later))
+
+
+def _numbers(name: str, value: object) -> tuple[float, ...]:
+    if not isinstance(value, list | tuple):
+        raise ConfigError(name, value, "must be a list of numbers")
+    return tuple(value)
 
 
 def _require_ascending(name: str, table: tuple[tuple[int, int], ...]) -> None:

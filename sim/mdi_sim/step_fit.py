@@ -49,7 +49,11 @@ class FittedSteps:
             at = np.searchsorted(sizes, rows)
             inside = at < len(sizes)
             forward = np.maximum(forward, times[-1])
-            forward[inside] = times[at[inside]]
+            at = at[inside]
+            forward[inside] = times[at]
+            if terms.graph_slopes:
+                missing = sizes[at] - rows[inside]
+                forward[inside] -= np.array(terms.graph_slopes)[at] * missing
         lengths = terms.sum_k * steps.column("sum_k")
         whole: Floats = forward + lengths + terms.n_seqs * steps.column("n_seqs")
         return whole
@@ -99,23 +103,34 @@ def _count(rows: Floats, above: int, up_to: int) -> int:
 
 
 def fit_decode(steps: Steps) -> FittedSteps:
-    """Fit a table of captured graphs, an eager line, and what lengths and sequences add."""
-    graphs, eager = np.unique(steps.graph[steps.graph > 0]), steps.graph == 0
-    base = {f"graph {size}": (steps.graph >= size) * 1.0 for size in graphs.tolist()}
+    """Fit a table of captured graphs, an eager line, and what lengths and sequences add.
+
+    Each graph takes a step up from the one before, and a slope over its rows where they vary.
+    """
+    graphs, eager = np.unique(steps.graph[steps.graph > 0]).astype(int).tolist(), steps.graph == 0
+    rows = steps.column("rows")
+    columns = {f"graph {size}": (steps.graph >= size) * 1.0 for size in graphs}
+    for below, size in pairwise([0, *graphs]):
+        if len(np.unique(rows[steps.graph == size])) > 1:
+            columns[f"row {size}"] = np.clip(rows - below, 0, size - below) * ~eager
     if eager.any():
-        base |= {"const": eager * 1.0, "rows": eager * steps.column("rows")}
-    columns = base | {name: steps.column(name) for name in ("sum_k", "n_seqs")}
+        columns |= {"const": eager * 1.0, "rows": eager * rows}
+    columns |= {name: steps.column(name) for name in ("sum_k", "n_seqs")}
     names, x = list(columns), np.column_stack(list(columns.values()))
     kept, dropped = _decode_columns(x, names)
-    rates = dict.fromkeys(names, 0.0)
+    rates = dict.fromkeys([*names, "const", "rows"], 0.0)
     solved = fit_nonnegative(x[:, kept], steps.ns, 1.0 / steps.ns).tolist()
     rates.update({names[i]: rate for i, rate in zip(kept, solved, strict=True)})
-    table = _graph_table([(size, rates[f"graph {size}"]) for size in graphs.tolist()])
+    slope_of = {size: rates.get(f"row {size}", 0.0) for size in graphs}
+    table = _graph_table([
+        (size, rates[f"graph {size}"] + slope_of[size] * (size - below))
+        for below, size in pairwise([0, *graphs])
+    ])  # fmt: skip
     if not eager.any():
         rates |= _line_through(table)
     terms = DecodeTerms(
         const=rates["const"], rows=rates["rows"], sum_k=rates["sum_k"], n_seqs=rates["n_seqs"],
-        graphs=table,
+        graphs=table, graph_slopes=tuple(slope_of.get(size, 0.0) for size, _ in table),
     )  # fmt: skip
     return FittedSteps(terms, dropped)
 
@@ -123,8 +138,8 @@ def fit_decode(steps: Steps) -> FittedSteps:
 def _graph_table(increments: list[tuple[int, float]]) -> tuple[tuple[int, int], ...]:
     """Return (size, ns) of captured graphs; sizes not seen follow a power law between neighbours.
 
-    `increments` are what each size seen takes longer than the one before. Decode time bends as
-    batches grow, first with the experts they touch and then not: a straight line lies too low.
+    `increments` are what each size seen, full, takes longer than the one before. Decode time bends
+    as batches grow, first with the experts they touch and then not: a straight line lies too low.
     """
     if not increments:
         return ()
@@ -139,7 +154,8 @@ def _graph_table(increments: list[tuple[int, float]]) -> tuple[tuple[int, int], 
 def _decode_columns(x: Floats, names: list[str]) -> tuple[list[int], dict[str, str]]:
     """Choose columns; the bases (graphs, the eager constant) replace a constant and stay."""
     kept, dropped = choose_columns(x, names, DECODE_EXPENDABLE)
-    bases = [i for i, name in enumerate(names) if name.startswith("graph ") or name == "const"]
+    bases = [i for i, name in enumerate(names) if name.startswith(("graph ", "row "))
+             or name == "const"]  # fmt: skip
     own = {name: why for name, why in dropped.items() if names.index(name) not in bases}
     return sorted({*kept, *bases}), own
 
