@@ -76,7 +76,8 @@ def _tables(cost: "LinearCost") -> list["RenderableType"]:
         rows += [(f"dropped {name}", why) for name, why in found["dropped"].items()]
         rows += [(f"{count:,} left out", why) for why, count in found["left_out"].items()]
         tables.append(facts_table(f"{kind}: {found['n']:,} steps", rows))
-    host = [(name, f"{value / 1e3:,.1f} us") for name, value in cost.to_json()["host"].items()]
+    host = [(name, f"{value / 1e3:,.3f} us") for name, value in cost.to_json()["host"].items()
+            if value is not None]  # fmt: skip
     for name, found in fit["host"].items():
         if found["n"]:
             host.append((name, f"{found['p50_ns'] / 1e3:,.1f} us median, "

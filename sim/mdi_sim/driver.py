@@ -244,9 +244,9 @@ class RankDriver:
             spent = process if oldest.plan is plan else self._host_times(oldest.plan)[2]
             done = max(launched, oldest.step.end_ns) + spent
             due = self.source.count_due(done)
-            if (taken >= effect.repeats and due) or (
-                self.until_ns is not None and done >= self.until_ns
-            ):
+            # Where taking arrivals in takes time, each look at the world must be a real one.
+            is_news = due and (taken >= effect.repeats or self.cost.host.ingress_ns_per_token)
+            if is_news or (self.until_ns is not None and done >= self.until_ns):
                 break
             self._due_waiting.append(due)
             self._landed(self._flights.popleft(), done, spent)

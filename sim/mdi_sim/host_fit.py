@@ -64,7 +64,11 @@ def host_times(table: pa.Table, requests: pa.Table) -> HostTimes:
     decode = kind_rows(table, DECODE)
     busy = decode | kind_rows(table, PREFILL)
     turns = np.diff(t_sched)[~busy[:-1] & ~busy[1:]]
-    started = np.where(gap > 0, ints(table["t_dev_start"]) - planned, np.nan)
+    ends = np.concatenate([[-np.inf], ints(table["t_dev_end"])[:-1]])
+    starts = ints(table["t_dev_start"])
+    started = np.where(
+        starts > ends, starts - planned, np.nan
+    )  # else the device was busy till then
     launch = np.where(decode, queued - planned, started)
     # Device marks lie some microseconds off on the host's clock: no time is below zero.
     return HostTimes(

@@ -21,6 +21,7 @@ TO_SIGMA = 1.4826  # from median absolute deviation to standard deviation, for n
 # bound and steps are many, so that likeness alone does no harm (docs/log.md).
 LARGEST_VIF = 1_000.0
 STILL = 1e-9
+NO_OUTLIER = 1e-4  # of the largest value: what misses by less is right, and keeps its full weight
 
 
 def fit_nonnegative(x: Floats, y: Floats, weights: Floats) -> Floats:
@@ -37,7 +38,7 @@ def fit_nonnegative(x: Floats, y: Floats, weights: Floats) -> Floats:
     for _ in range(PASSES):
         residual = a @ found - b
         spread = TO_SIGMA * float(np.median(np.abs(residual - np.median(residual))))
-        width = max(WIDTH * spread, STILL * float(np.abs(b).max()))
+        width = max(WIDTH * spread, NO_OUTLIER * float(np.abs(b).max()))
         trust = 1.0 / np.sqrt(1.0 + (residual / width) ** 2)
         last, found = found, _solve(a, b, trust)
         if np.abs(found - last).max() <= STILL * max(float(np.abs(found).max()), STILL):

@@ -1,10 +1,11 @@
 """Calibration: known models are found again, errors are honest, unusable runs are refused."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -28,8 +29,9 @@ from mdi_sim.host_fit import fit_host, host_times
 from mdi_sim.robust import choose_columns, fit_nonnegative
 from mdi_sim.simulate import simulate
 from mdi_sim.step_fit import fit_decode, fit_steps
+from mdi_traces.requests import build_requests
 from mdi_traces.run import Run
-from mdi_traces.schema import METADATA_KEY
+from mdi_traces.schema import METADATA_KEY, Metadata
 from tests.sim.recorded import CONFIG, HOST, TRUTH, noisy_run, requests, step_table, with_columns
 
 PREFILLS = [
@@ -83,7 +85,8 @@ def test_known_coefficients_are_found_again(cost):
 
 
 def test_the_host_is_found_again(cost):
-    assert cost.host == HOST
+    expected = asdict(replace(HOST, prefill_launch_ns=HOST.launch_ns))
+    assert asdict(cost.host) == pytest.approx(expected, rel=1e-3, abs=1)
 
 
 def test_errors_on_held_out_shapes_are_those_of_the_noise(cost):
@@ -357,13 +360,28 @@ def test_extrapolated_steps_agree_with_the_model(cost):
 
 def test_a_turn_without_rows_costs_its_own_host_time_and_no_device_time():
     """A request that finds its engine idle waits for a vote while empty steps go by."""
-    host = replace(HOST, idle_ns=70_000)
+    host = replace(HOST, idle_ns=70_000, ingress_ns_per_token=90, prefill_launch_ns=300_000,
+                   prefill_launch_ns_per_token=110, process_ns_per_prompt_token=30)  # fmt: skip
     run = simulate(requests(40, burst=1, longest=200), cost=replace(TRUTH, host=host))
     assert (run.steps.query("kind == 'idle_decode'")["gpu_ms"] == 0).all()
-    found, report = fit_host([run.steps_table])
+    found, report = fit_host([(run.steps_table, run.requests_table)])
     assert found.idle_ns == 70_000
-    assert (found.schedule(1), found.launch(1), found.process(1)) == (203_000, 400_000, 81_500)
+    assert found.launch() == 400_000
+    for tokens in (10, 200):
+        of_step = found.of_step(1, tokens, is_alone=True)
+        assert of_step == pytest.approx(host.of_step(1, tokens, is_alone=True), rel=0.01)
     assert report["turns without rows"]["n"] > 100
+
+
+def test_what_prompts_cost_the_host_is_found_again():
+    host = replace(HOST, ingress_ns_per_token=90, prefill_launch_ns=300_000,
+                   prefill_launch_ns_per_token=110, process_ns_per_prompt_token=30)  # fmt: skip
+    run = simulate(requests(200, seed=4), scheduler=CONFIG, cost=replace(TRUTH, host=host))
+    found, _ = fit_host([(run.steps_table, run.requests_table)])
+    assert found.ingress(1_000) == pytest.approx(90_000, rel=0.02)
+    for tokens in (100, 4_000):
+        of_step = found.of_step(3, tokens, is_alone=True)
+        assert of_step == pytest.approx(host.of_step(3, tokens, is_alone=True), rel=0.02)
 
 
 def test_host_times_of_a_recorded_timeline():
@@ -387,17 +405,28 @@ def test_host_times_of_a_recorded_timeline():
         n_running=[4, 0, 0, 0], n_waiting=[0, 1, 0, 0],
         ingress_ms=[None, None, 0.001, 0.005], gap_ms=[None, 0.0, 0.0, 1.16],
     )  # fmt: skip
-    found = host_times(table)
+    prompts = build_requests(
+        {"arrival_ns": pa.array([0, 229 * us, 1_995 * us], type=pa.int64()),
+         "prompt_len": pa.array([40, 7, 50], type=pa.int32()),
+         "output_len": pa.array([1, 1, 1], type=pa.int32())},
+        Metadata(table="requests", source="runtime"),
+    ).table  # fmt: skip
+    found = host_times(table, prompts)
     at = {name: np.round(getattr(found, name) / us, 3) for name in (
         "schedule", "launch", "process", "ingress")}  # fmt: skip
     np.testing.assert_allclose(at["schedule"], [np.nan, 15, 40, np.nan])
-    np.testing.assert_allclose(at["launch"], [50, 45, 440, 130])
+    # Of a prefill's launch, what counts is until the device begins, if it had nothing else to do.
+    np.testing.assert_allclose(at["launch"], [50, 45, np.nan, 40])
     np.testing.assert_allclose(at["process"], [20, 20, 30, 20])
     np.testing.assert_allclose(at["ingress"], [np.nan, np.nan, np.nan, 5])
-    assert found.arrived.tolist() == [False, False, True, True]
-    host, report = fit_host([table])
+    assert found.arrived.tolist() == [40, 0, 7, 50]
+    assert found.rows.tolist() == [0, 0, 50, 50]
+    host, report = fit_host([(table, prompts)])
     assert host.launch_ns == pytest.approx(47_500, abs=5)  # of decode steps alone
-    assert report["launch of prefill, beside the device"]["n"] == 2
+    assert (host.prefill_launch_ns, report["launch of prefill, until it begins"]["n"]) == (
+        40_000,
+        1,
+    )
     assert host.idle_ns == host.schedule_ns  # no turn without rows was seen
     assert report["ingress of an idle engine"]["p50_ns"] == pytest.approx(5_000, abs=1)
 
