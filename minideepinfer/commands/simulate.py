@@ -9,6 +9,7 @@ Read next: `simulate_options.py` (what can be asked for), `minideepinfer/simulat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mdi_shared.chunking import fallback_note
 from mdi_shared.errors import ConfigError
 from mdi_shared.placement import placement_by_name
 from minideepinfer.commands.declare import Given, takes_options
@@ -64,7 +65,7 @@ def simulate(given: Given) -> None:
             fast_forward=options.fast_forward,
             on_progress=on_progress,
         )
-    notes = [memory_note(cost, shape, config), model_note(cost, shape)]
+    notes = [memory_note(cost, shape, config), model_note(cost, shape), fallback_note(config, cost)]
     report(run, options, [*work.metadata.notes, *(note for note in notes if note is not None)])
 
 

@@ -99,6 +99,7 @@ def make_scheduler(
     options: SimulateOptions, given: Mapping[str, Any], shape: ModelShape
 ) -> SchedulerConfig:
     """Return the scheduler's options, its KV pool sized by `--kv-cache-memory-gb` where given."""
+    given = _with_target(given, options.slo_tpot_ms)
     config = SchedulerConfig.from_mapping(given)
     pool_gb = options.kv_cache_memory_gb
     if pool_gb is None:
@@ -111,6 +112,14 @@ def make_scheduler(
         raise ConfigError("kv_cache_memory_gb", pool_gb, "must hold at least 2 blocks of "
                           f"{block_bytes:,} bytes")  # fmt: skip
     return SchedulerConfig.from_mapping({**given, "num_blocks": num_blocks})
+
+
+def _with_target(given: Mapping[str, Any], slo_tpot_ms: float | None) -> Mapping[str, Any]:
+    """Let the bound on TPOT be the one on gaps that a cost target without any setting follows."""
+    wants = given.get("chunk_policy") == "cost_target" and slo_tpot_ms is not None
+    if wants and given.get("prefill_target_ms") is None and given.get("slo_itl_ms") is None:
+        return {**given, "slo_itl_ms": slo_tpot_ms}
+    return given
 
 
 def memory_note(cost: StepCost, shape: ModelShape, config: SchedulerConfig) -> str | None:
