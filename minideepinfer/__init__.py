@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mdi_shared.shape import TINY, V41_FLASH, ModelShape
     from mdi_sim.calibrate import calibrate
     from mdi_sim.replay import replay_recorded
+    from mdi_sim.tuning import Tuning
     from mdi_traces import (
         WORKLOADS,
         ChatSessions,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     )
     from minideepinfer.run_summary import RunSummary, summarize
     from minideepinfer.simulated import SimulatedRun, simulate
+    from minideepinfer.tuned import tune
 
 __all__ = [
     "B200",
@@ -94,6 +96,7 @@ __all__ = [
     "StepCost",
     "Summary",
     "TraceError",
+    "Tuning",
     "Uniform",
     "Workload",
     "calibrate",
@@ -112,6 +115,7 @@ __all__ = [
     "save_plots",
     "simulate",
     "summarize",
+    "tune",
 ]
 
 _MODULES = {
@@ -134,8 +138,10 @@ _MODULES = {
     "mdi_exec.sampling": "SamplingParams",
     "mdi_sim.calibrate": "calibrate",
     "mdi_sim.replay": "replay_recorded",
+    "mdi_sim.tuning": "Tuning",
     "minideepinfer.run_summary": "RunSummary summarize",
     "minideepinfer.simulated": "SimulatedRun simulate",
+    "minideepinfer.tuned": "tune",
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 

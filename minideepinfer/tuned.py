@@ -14,7 +14,7 @@ from mdi_shared.config import SchedulerConfig
 from mdi_shared.cost import StepCost
 from mdi_shared.placement import Placement
 from mdi_shared.shape import V41_FLASH, ModelShape
-from mdi_sim.tune import DEFAULT_TRIALS
+from mdi_sim.settings import DEFAULT_TRIALS
 from mdi_sim.tune import tune as run_search
 from mdi_sim.tuning import GOODPUT, THROUGHPUT, Measured, Tuning
 from mdi_traces.formats import load_requests

@@ -20,10 +20,12 @@ from minideepinfer.commands.record import record, replay
 from minideepinfer.commands.retrace import retrace
 from minideepinfer.commands.show import show
 from minideepinfer.commands.simulate import simulate
+from minideepinfer.commands.tune import tune
 
 VERBS: dict[str, Callable[..., None]] = {
     "simulate": simulate,
     "calibrate": calibrate,
+    "tune": tune,
     "show": show,
     "check": check,
     "compare": compare,

@@ -40,10 +40,10 @@ def simulate(given: Given) -> None:
     Prints a summary; --out saves the run.
     Step times come from a roofline (uncalibrated), or from a fitted model with --cost.
     """
-    options, scheduler_options = settle(given)
+    options, scheduler_options = settle(given, SimulateOptions)
     fitted = read_cost(options)
     shape = make_shape(options, fitted)
-    config = make_scheduler(options, scheduler_options, shape)
+    config = make_scheduler(options, scheduler_options, shape, options.slo_tpot_ms)
     config.require_pool_fits()
     cost = fitted if fitted is not None else make_roofline(options, shape)
     placement = placement_by_name(options.placement)

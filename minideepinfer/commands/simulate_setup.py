@@ -1,4 +1,4 @@
-"""From the options of `mdi simulate` to what `simulate` takes: requests, scheduler, cost model.
+"""From the options of the verbs that simulate to requests, scheduler and cost model.
 
 Nothing is run here.
 
@@ -22,7 +22,7 @@ from minideepinfer.commands.simulate_options import (
     DEFAULT_HARDWARE,
     DEFAULT_MODEL,
     DEFAULT_REQUESTS,
-    SimulateOptions,
+    ServingOptions,
 )
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ SPLIT_WEIGHTS = ("routed_experts", "engram_tables")  # over expert-parallel rank
 GB = 1e9
 
 
-def make_work(options: SimulateOptions) -> "RequestTrace":
+def make_work(options: ServingOptions) -> "RequestTrace":
     """Return the requests to simulate. Raises `ConfigError` and `TraceError`."""
     work = _generated(options) if options.trace is None else _read(options)
     if options.closed_loop is False:
@@ -40,7 +40,7 @@ def make_work(options: SimulateOptions) -> "RequestTrace":
     return work if options.speed is None else work.scaled(options.speed)
 
 
-def _generated(options: SimulateOptions) -> "RequestTrace":
+def _generated(options: ServingOptions) -> "RequestTrace":
     from mdi_traces.distributions import parse_arrivals
     from mdi_traces.generate import generate_workload
 
@@ -57,7 +57,7 @@ def _generated(options: SimulateOptions) -> "RequestTrace":
     return work
 
 
-def _read(options: SimulateOptions) -> "RequestTrace":
+def _read(options: ServingOptions) -> "RequestTrace":
     assert options.trace is not None, "options name a trace or a workload"
     return read_requests(
         options.trace,
@@ -70,14 +70,14 @@ def _read(options: SimulateOptions) -> "RequestTrace":
     )
 
 
-def make_shape(options: SimulateOptions, fitted: LinearCost | None) -> ModelShape:
+def make_shape(options: ServingOptions, fitted: LinearCost | None) -> ModelShape:
     """Return the model to simulate: the one named, the one step times were fitted for, or ours."""
     if options.model is None and fitted is not None and fitted.fit.get("shape"):
         return shape_from_mapping(fitted.fit["shape"])
     return shape_by_name(options.model or DEFAULT_MODEL)
 
 
-def read_cost(options: SimulateOptions) -> LinearCost | None:
+def read_cost(options: ServingOptions) -> LinearCost | None:
     """Return the fitted model of `--cost`, if one is given."""
     if options.cost is None:
         return None
@@ -85,7 +85,7 @@ def read_cost(options: SimulateOptions) -> LinearCost | None:
     return LinearCost.from_json(options.cost)
 
 
-def make_roofline(options: SimulateOptions, shape: ModelShape) -> StepCost:
+def make_roofline(options: ServingOptions, shape: ModelShape) -> StepCost:
     """Return the roofline that `options` describe."""
     hardware = hardware_by_name(options.hardware or DEFAULT_HARDWARE)
     ep = options.ranks if options.ep is None else options.ep
@@ -96,10 +96,16 @@ def make_roofline(options: SimulateOptions, shape: ModelShape) -> StepCost:
 
 
 def make_scheduler(
-    options: SimulateOptions, given: Mapping[str, Any], shape: ModelShape
+    options: ServingOptions,
+    given: Mapping[str, Any],
+    shape: ModelShape,
+    slo_tpot_ms: float | None = None,
 ) -> SchedulerConfig:
-    """Return the scheduler's options, its KV pool sized by `--kv-cache-memory-gb` where given."""
-    given = _with_target(given, options.slo_tpot_ms)
+    """Return the scheduler's options, its KV pool sized by `--kv-cache-memory-gb` where given.
+
+    A cost target that nothing else sets follows the bound on TPOT.
+    """
+    given = _with_target(given, slo_tpot_ms)
     config = SchedulerConfig.from_mapping(given)
     pool_gb = options.kv_cache_memory_gb
     if pool_gb is None:

@@ -24,6 +24,7 @@ BUDGET_FACTORS = (1 / 16, 1 / 4, 1, 4)  # of the default budget
 TARGET_FACTORS = (1 / 8, 1 / 2, 1)  # of it, too: the target is what such a chunk takes
 INTERVALS = (1, 8)  # beside the default
 SEAT_FACTORS = (1, 1 / 4)
+DEFAULT_TRIALS = 64  # settings of one tuning
 MOST_BUDGET_FACTOR = 4  # a longer step needs more workspace than the default was chosen for
 
 

@@ -20,14 +20,13 @@ from mdi_shared.placement import Placement
 from mdi_shared.roofline import RooflineCost
 from mdi_shared.shape import V41_FLASH, ModelShape
 from mdi_sim.model_error import ScaledCost, held_out_error, unfit_kinds
-from mdi_sim.settings import coarse_grid, mean_of, neighbours
+from mdi_sim.settings import DEFAULT_TRIALS, coarse_grid, mean_of, neighbours
 from mdi_sim.simulate import simulate
 from mdi_sim.tuning import OBJECTIVES, THROUGHPUT, Measured, Range, Trial, Tuning, merit
 from mdi_traces.columns import ints
 from mdi_traces.requests import RequestTrace
 from mdi_traces.run import Run
 
-DEFAULT_TRIALS = 64
 STEP_FACTORS = (2.0, 2.0**0.5)
 
 

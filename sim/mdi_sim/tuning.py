@@ -3,7 +3,7 @@
 Read next: `tune.py` (the search), docs/tuning.md.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mdi_shared.config import SchedulerConfig
@@ -48,19 +48,25 @@ class Range:
     slower: Measured
     faster: Measured
 
+    @property
+    def ends(self) -> tuple[Measured, Measured]:
+        return self.slower, self.faster
+
 
 @dataclass(frozen=True, slots=True)
 class Gain:
     """What `best` gains over the default in `metric`, "goodput" or "tokens_s".
 
-    Of goodput it is a difference of shares, of tokens_s a ratio less 1. `low` and `high` are the
-    ends of the model's error, None when that is not known.
+    Of goodput it is a difference of shares, of tokens_s a ratio less 1. `low` and `high` hold if
+    the model is off in opposite directions for the two settings, whose steps differ; `alike` if it
+    is off in the same direction, both slower and both faster. None when its error is not known.
     """
 
     metric: str
     value: float
-    low: float | None
-    high: float | None
+    low: float | None = None
+    high: float | None = None
+    alike: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,21 +91,21 @@ class Tuning:
     @property
     def gain(self) -> Gain:
         """Return the gain; of goodput, unless both are equal and throughput decided."""
-        assert self.best.measured is not None, "the best trial ran"
-        base = self.default.measured
-        best, by_goodput = self.best.measured, False
+        best, base = self.best.measured, self.default.measured
+        assert best is not None, "the best trial ran"
         if base is None:
-            return Gain(TOKENS_S, float("inf"), None, None)
-        if self.objective == GOODPUT:
-            by_goodput = best.goodput != base.goodput
+            return Gain(TOKENS_S, float("inf"))
+        by_goodput = self.objective == GOODPUT and best.goodput != base.goodput
         metric = GOODPUT if by_goodput else TOKENS_S
-        low = high = None
+        value = _difference(metric, best, base)
         if self.best is self.default:
-            low = high = 0.0
-        elif self.default_range is not None and self.best_range is not None:
-            low = _gain(metric, min, self.best_range, max, self.default_range)
-            high = _gain(metric, max, self.best_range, min, self.default_range)
-        return Gain(metric, _difference(metric, best, base), low, high)
+            return Gain(metric, 0.0, 0.0, 0.0, (0.0, 0.0))
+        if self.default_range is None or self.best_range is None:
+            return Gain(metric, value)
+        own, other = self.best_range.ends, self.default_range.ends
+        every = [_difference(metric, a, b) for a in own for b in other]
+        alike = [_difference(metric, a, b) for a, b in zip(own, other, strict=True)]
+        return Gain(metric, value, min(every), max(every), (min(alike), max(alike)))
 
     @property
     def is_beyond_error(self) -> bool | None:
@@ -152,23 +158,9 @@ def _value(metric: str, measured: Measured) -> float:
 
 
 def _difference(metric: str, a: Measured, b: Measured) -> float:
-    return _ratio(metric, _value(metric, a), _value(metric, b))
-
-
-def _gain(
-    metric: str,
-    end: Callable[[Iterable[float]], float], best: Range,
-    other_end: Callable[[Iterable[float]], float], default: Range,
-) -> float:  # fmt: skip
-    """Return the gain of one end of the best's range over one of the default's."""
-    values = [
-        pick(_value(metric, each) for each in (of.slower, of.faster))
-        for pick, of in ((end, best), (other_end, default))
-    ]
-    return _ratio(metric, *values)
-
-
-def _ratio(metric: str, a: float, b: float) -> float:
+    """Return what `a` has over `b`: a difference of shares, or a ratio less 1."""
     if metric == GOODPUT:
-        return a - b
-    return a / b - 1.0 if b > 0 else float("inf")
+        assert a.goodput is not None, "goodput needs an SLO"
+        assert b.goodput is not None, "goodput needs an SLO"
+        return a.goodput - b.goodput
+    return a.tokens_s / b.tokens_s - 1.0 if b.tokens_s > 0 else float("inf")
