@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mdi_analysis import SLO
 from mdi_analysis.report import change, make_table, number, percent, plain
 from mdi_sim.settings import changes_of
+from mdi_sim.tune import NEGLIGIBLE
 from mdi_sim.tuning import GOODPUT, Gain, Range, Trial, Tuning
 from minideepinfer.labels import cost_label
 from minideepinfer.tune_plot import plot_tuning
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MOST_ROWS = 12  # of the table; the JSON document has all
-NO_DIFFERENCE = "no difference beyond the model's error: keep the default"
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,15 @@ class TuneReport:
         """Say in one line what the tuning came to."""
         found, beyond = self.found, self.found.is_beyond_error
         if found.best is found.default:
-            return "the default is the best of the settings tried"
+            return f"no difference: no setting tried is better than the default by {NEGLIGIBLE:.1%}"
         if beyond is None:
             why = "the tuning was interrupted" if found.interrupted else "no error of it is known"
             return f"gain {_gain(found.gain)}; the model's error bar is missing: {why}"
         if not beyond:
-            return f"{NO_DIFFERENCE} (best {_gain(found.gain)})"
+            return (
+                "no difference beyond the model's error: keep the default (best "
+                f"{_gain(found.gain)})"
+            )
         return f"gain {_gain(found.gain)} over the default"
 
     def options(self) -> list[str]:
@@ -104,7 +107,7 @@ class TuneReport:
     def tables(self) -> list["Table | str"]:
         """Return the tables for people."""
         found = self.found
-        names = {id(found.default): "default", id(found.best): "best"}
+        names = {id(found.best): "best", id(found.default): "default"}
         front = found.pareto()
         shown = [found.default, found.best] if found.best is not found.default else [found.default]
         rest = [trial for trial in front if all(trial is not one for one in shown)]

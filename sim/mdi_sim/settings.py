@@ -43,7 +43,7 @@ def coarse_grid(
             tokens = _rounded(budget * factor)
             row = (tokens, mean_context + tokens, mean_context + 2 * tokens)
             ns = cost.device_ns(prefill_work(shape, [row]))
-            chunks.append(_target(budget, ns / 1e6))
+            chunks.append(_target(base, budget, ns / 1e6))
     intervals = dict.fromkeys((*INTERVALS, base.prefill_attempt_interval))
     seats = dict.fromkeys(max(int(base.max_num_seqs * f), 1) for f in SEAT_FACTORS)
     changes = (
@@ -63,9 +63,9 @@ def neighbours(
 def _moves(base: SchedulerConfig, here: SchedulerConfig, factor: float) -> Iterator[dict[str, Any]]:
     for scale in (factor, 1 / factor):
         if here.prefill_target_ms is not None:
-            yield _target(here.token_budget, here.prefill_target_ms * scale)
+            yield _target(base, here.token_budget, here.prefill_target_ms * scale)
         tokens = _rounded(here.token_budget * scale)
-        yield {"max_num_batched_tokens": min(tokens, MOST_BUDGET_FACTOR * base.token_budget)}
+        yield _tokens(base, min(tokens, MOST_BUDGET_FACTOR * base.token_budget))
         attempts = max(round(here.prefill_attempt_interval * scale), 1)
         yield {"prefill_attempt_interval": min(attempts, here.prefill_any_attempt_interval)}
         seats = max(round(here.max_num_seqs * scale), 1)
@@ -83,15 +83,19 @@ def changes_of(base: SchedulerConfig, setting: SchedulerConfig) -> dict[str, Any
 
 
 def _budget(base: SchedulerConfig, tokens: float) -> dict[str, Any]:
-    same = {"chunk_policy": "token_budget", "prefill_target_ms": None, "slo_itl_ms": None}
-    if tokens == base.token_budget:  # however the default comes about, it is no change
-        return {**same, "max_num_batched_tokens": base.max_num_batched_tokens}
-    return {**same, "max_num_batched_tokens": _rounded(tokens)}
+    return {"chunk_policy": "token_budget", "prefill_target_ms": None, "slo_itl_ms": None,
+            **_tokens(base, _rounded(tokens))}  # fmt: skip
 
 
-def _target(budget: int, ms: float) -> dict[str, Any]:
+def _target(base: SchedulerConfig, budget: int, ms: float) -> dict[str, Any]:
     return {"chunk_policy": "cost_target", "prefill_target_ms": float(f"{ms:.3g}"),
-            "slo_itl_ms": None, "max_num_batched_tokens": budget}  # fmt: skip
+            "slo_itl_ms": None, **_tokens(base, budget)}  # fmt: skip
+
+
+def _tokens(base: SchedulerConfig, budget: int) -> dict[str, Any]:
+    """Return the budget as an option; the default's own is no change, however it comes about."""
+    given = base.max_num_batched_tokens if budget == base.token_budget else budget
+    return {"max_num_batched_tokens": given}
 
 
 def _rounded(tokens: float) -> int:

@@ -20,13 +20,14 @@ from mdi_shared.placement import Placement
 from mdi_shared.roofline import RooflineCost
 from mdi_shared.shape import V41_FLASH, ModelShape
 from mdi_sim.model_error import ScaledCost, held_out_error, unfit_kinds
-from mdi_sim.settings import DEFAULT_TRIALS, coarse_grid, mean_of, neighbours
+from mdi_sim.settings import DEFAULT_TRIALS, changes_of, coarse_grid, mean_of, neighbours
 from mdi_sim.simulate import simulate
 from mdi_sim.tuning import OBJECTIVES, THROUGHPUT, Measured, Range, Trial, Tuning, merit
 from mdi_traces.columns import ints
 from mdi_traces.requests import RequestTrace
 from mdi_traces.run import Run
 
+NEGLIGIBLE = 0.001  # a relative difference this small is none
 STEP_FACTORS = (2.0, 2.0**0.5)
 
 
@@ -139,12 +140,25 @@ class _Search:
 
     @property
     def best(self) -> Trial:
-        """The best trial so far, of equal ones the first; raises when none could run."""
+        """The best trial so far; raises when none could run.
+
+        Of those that are nearly as good as the very best, the one that changes least: a budget
+        that gains a thousandth is no reason to touch it.
+        """
         ran = [trial for trial in self.tried.values() if trial.measured is not None]
         if not ran:
             raise MiniDeepInferError(f"no setting could run; the default: "
                                      f"{self.tried[self.base].error}")  # fmt: skip
-        return max(ran, key=lambda trial: merit(self.objective, trial.measured))
+        for which in range(len(merit(self.objective, ran[0].measured))):
+            merits = [merit(self.objective, trial.measured)[which] for trial in ran]
+            least = max(merits) * (1 - NEGLIGIBLE)
+            ran = [trial for trial, own in zip(ran, merits, strict=True) if own >= least]
+
+        def order(trial: Trial) -> tuple[int, float]:
+            merits = merit(self.objective, trial.measured)
+            return len(changes_of(self.base, trial.config)), -merits[-1]
+
+        return min(ran, key=order)
 
     def _search(self) -> None:
         self._try([self.base])
