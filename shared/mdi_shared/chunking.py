@@ -9,6 +9,7 @@ Read next: `prefill.py` (the caller), `cost.py` and `work.py` (what a step takes
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from math import lcm
 from typing import Protocol
 
@@ -97,6 +98,12 @@ class CostTarget:
         self.align = lcm(align, cp_align)
         self.tail_min = tail_min
         self.min_chunk = -(-min_chunk // cp_align) * cp_align
+
+    def at(self, share: int, of: int) -> "CostTarget":
+        """Return this policy with `share` parts `of` its target."""
+        other = copy(self)
+        other.target_ns = max(self.target_ns * share // of, 1)
+        return other
 
     def chunk_tokens(
         self,

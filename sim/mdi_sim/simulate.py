@@ -71,10 +71,9 @@ def simulate(
     env = simpy.Environment()
     group = Group(env, ranks)
     sources = [Source(arrivals) for arrivals in workload.arrivals]
-    believed = cost if chunk_cost is None else chunk_cost
-    schedulers = [Scheduler(config, make_policy(config, shape, believed)) for _ in range(ranks)]
-    drafting = config.num_draft_tokens > 0
-    recorders = [RankRecorder(rank, drafting=drafting) for rank in range(ranks)]
+    policy = make_policy(config, shape, cost if chunk_cost is None else chunk_cost)
+    schedulers = [Scheduler(config, policy) for _ in range(ranks)]
+    recorders = [RankRecorder(rank, drafting=config.num_draft_tokens > 0) for rank in range(ranks)]
     for rank, recorder in enumerate(recorders):
         driver = RankDriver(
             rank,
@@ -96,9 +95,7 @@ def simulate(
         env.run()
     except TimeIsUp:
         reason = f"time limit of {until_s:g} s"
-    for recorder, finished in zip(recorders, schedulers, strict=True):
-        pool = (finished.queues.blocks.num_free, finished.queues.slots.num_free)
-        recorder.closed(finished.unfinished(), pool)
+    _close(recorders, schedulers)
     return build_run(
         recorders,
         trace,
@@ -108,6 +105,12 @@ def simulate(
         arrived_ns={row: t for source in sources for row, t in source.arrived_ns.items()},
         unfinished_reason=reason,
     )
+
+
+def _close(recorders: list[RankRecorder], schedulers: list[Scheduler]) -> None:
+    for recorder, finished in zip(recorders, schedulers, strict=True):
+        pool = (finished.queues.blocks.num_free, finished.queues.slots.num_free)
+        recorder.closed(finished.unfinished(), pool)
 
 
 def _check(config: SchedulerConfig, ranks: int, accept_rate: float, until_s: float | None) -> None:
