@@ -23,7 +23,8 @@ class SchedulerConfig:
     Lengths and budgets are tokens, `num_blocks` counts KV blocks of `block_size` tokens including
     block 0, which is never handed out. `max_num_batched_tokens=None` derives the budget (see
     `token_budget`). `prefill_target_ms` is the device time a prefill step aims at, `slo_itl_ms`
-    instead the longest gap between two tokens that a prefill step may cause. Raises `ConfigError`
+    instead the longest gap between two tokens that a prefill step may cause; `balance_target` lets
+    data-parallel ranks agree on a share of it at each prefill (`balance.py`). Raises `ConfigError`
     naming the field, its value and what is allowed.
     """
 
@@ -46,6 +47,7 @@ class SchedulerConfig:
     chunk_policy: str = "token_budget"
     prefill_target_ms: float | None = None
     slo_itl_ms: float | None = None
+    balance_target: bool = False
     strict_upstream: bool = False
 
     def __post_init__(self) -> None:
@@ -89,6 +91,8 @@ class SchedulerConfig:
         bounds = {name: getattr(self, name) for name in ("prefill_target_ms", "slo_itl_ms")}
         given = {name: bound for name, bound in bounds.items() if bound is not None}
         if self.chunk_policy != "cost_target":
+            if self.balance_target:
+                given["balance_target"] = True
             for name, bound in given.items():
                 _require(False, name, bound, "is used by chunk_policy = 'cost_target' only")
             return

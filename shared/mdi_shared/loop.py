@@ -51,7 +51,7 @@ class Vote:
 class Balance:
     """Agree with the other ranks on a share of the target step time (`balance.py`).
 
-    Only in a group whose chunks aim at one. Answer: int, `best_share` of all ranks' offers.
+    Only in a group with `balance_target`. Answer: int, `best_share` of all ranks' offers.
     """
 
     offer: Offer
@@ -165,7 +165,7 @@ def _agree_on_share(
     scheduler: Scheduler, ballot: Ballot, num_ranks: int
 ) -> Generator[Effect, Answer, int]:
     """Return the share of the target step time to fill: all of it on a rank of its own."""
-    if num_ranks == 1 or not scheduler.has_target:
+    if num_ranks == 1 or not scheduler.balances:
         return SHARES
     share = yield Balance(scheduler.offer(ballot))
     assert isinstance(share, int), share

@@ -123,9 +123,9 @@ class Scheduler:
         return bool(queues.waiting[0].block_table) or not queues.running
 
     @property
-    def has_target(self) -> bool:
-        """Whether chunks aim at a step time, on which a group can agree."""
-        return isinstance(self.policy, CostTarget)
+    def balances(self) -> bool:
+        """Whether a group agrees on the step time that its chunks aim at."""
+        return self.config.balance_target and isinstance(self.policy, CostTarget)
 
     def offer(self, ballot: Ballot) -> Offer:
         """Return what this rank would prefill at each share of its target; changes nothing."""

@@ -29,6 +29,7 @@ class ContextCost:
 def config(**options):
     return toy(**{"max_model_len": 60_000, "max_num_batched_tokens": 8_192, "num_blocks": 40_000,
                   "max_num_seqs": 8, "chunk_policy": "cost_target", "prefill_target_ms": 16.0,
+                  "balance_target": True,
                   **options})  # fmt: skip
 
 
@@ -124,3 +125,10 @@ def test_a_group_with_uneven_contexts_runs_more_tokens_per_time():
     assert all(0 < each <= 16 * MS for each in targets[0])
     done = [sum(sum(t.plan.qs) for t in rank.turns if t.plan.is_prefill) for rank in ranks]
     assert done == [30_000, 7_200]
+
+
+def test_a_group_is_not_asked_unless_it_wants_to_balance():
+    scripts = [{1: [request("a", 900, 2)]}, {1: [request("b", 20_000, 2)]}]
+    ranks = play_group_ranks([config(balance_target=False)] * 2, scripts, 200, policy=policy())
+    targets = {t.plan.target_ns for rank in ranks for t in rank.turns if t.plan.is_prefill}
+    assert targets == {16 * MS}

@@ -62,6 +62,7 @@ def test_the_life_cycle_is_a_table():
         ({"chunk_policy": "magic"}, "must be one of token_budget, cost_target"),
         ({"chunk_policy": "cost_target"}, "prefill_target_ms = None"),
         ({"prefill_target_ms": 5.0}, "is used by chunk_policy = 'cost_target' only"),
+        ({"balance_target": True}, "balance_target = True: is used by chunk_policy"),
         ({"slo_itl_ms": 5.0}, "slo_itl_ms = 5.0: is used by chunk_policy"),
         ({"chunk_policy": "cost_target", "prefill_target_ms": 5.0, "slo_itl_ms": 5.0},
          "contradicts prefill_target_ms = 5.0"),
