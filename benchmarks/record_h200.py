@@ -3,14 +3,14 @@
 The campaigns (record_workloads.py): prefill by chunk, cached length and number of sequences; decode
 by batch and context; arrivals at a low and a high rate; long contexts; preemption; the replay of a
 public trace. Each run goes through the engine that serves, with a fresh cache on the same loaded
-model, for at most --seconds: then nothing more is sent and what still runs is aborted. A run is
-three Parquet files (docs/trace-format.md) whose metadata say what it holds for: GPU, driver,
-versions, model, options, command, commit, date. Step items are left out where the files would
-exceed 2 MB.
+model: of a trace, the requests that arrive within --seconds, each to its end. A run that takes more
+than --most-seconds is cut: nothing more is sent and what still runs is aborted. A run is three
+Parquet files (docs/trace-format.md) whose metadata say what it holds for: GPU, driver, versions,
+model, options, command, commit, date. Step items are left out where the files would exceed 2 MB.
 
-    python benchmarks/record_h200.py MODEL --out FOLDER [--campaigns prefill decode online
-        long_context preemption replay] [--trace CSV] [--speed 1] [--seconds 30] [--sizes full]
-        [--device cuda] [--set KEY=VALUE]
+    python benchmarks/record_h200.py MODEL --out FOLDER [--campaigns prefill mixed decode online
+        long_context preemption replay] [--trace CSV] [--speed 1] [--seconds 20]
+        [--most-seconds 120] [--sizes full] [--device cuda] [--set KEY=VALUE]
 
 MODEL is a checkpoint directory, "random:flash-slice", or "tiny", a checkpoint made for the
 occasion. To try it without a GPU: tiny --device cpu --sizes small --seconds 2.
@@ -41,6 +41,8 @@ from mdi_exec.make_checkpoint import make_checkpoint
 from mdi_exec.options import GB, split_options
 from mdi_exec.sampling import SamplingParams
 from mdi_exec.serve_trace import TraceClient
+from mdi_traces.columns import ints
+from mdi_traces.requests import RequestTrace
 from mdi_traces.run import Run
 from minideepinfer.commands.executor import engine_options
 
@@ -95,24 +97,33 @@ def warm_up(llm: LLM, chunk: int) -> None:
     serve_groups(llm.engine, groups, 600.0, seed=0)
 
 
-def record(llm: LLM, workload: Workload, seconds: float, provenance: dict[str, Any]) -> Run:
+def arriving_within(trace: RequestTrace, seconds: float) -> RequestTrace:
+    """Return the requests that arrive within `seconds`, at least the first."""
+    count = int((ints(trace.table["arrival_ns"]) < seconds * 1e9).sum())
+    return trace.head(max(count, 1))
+
+
+def record(
+    llm: LLM, workload: Workload, seconds: float, most_seconds: float, provenance: dict[str, Any]
+) -> Run:
     """Serve a workload on a fresh engine and return the run, with its provenance."""
     llm.warm_up()
     begin = time.perf_counter()
     served: dict[str, Any] = {}
     if workload.trace is not None:
-        client = TraceClient(llm.engine, workload.trace, seed=1)
+        trace = arriving_within(workload.trace, seconds)
         counts: list[int] = []
-        client.run(counts.append, seconds=seconds)
-        served = {"requests_ended": sum(counts), "requests_in_trace": len(workload.trace)}
+        TraceClient(llm.engine, trace, seed=1).run(counts.append, seconds=most_seconds)
+        served = {"arriving_within_s": seconds, "requests_ended": sum(counts),
+                  "requests_sent": len(trace)}  # fmt: skip
     else:
-        ended = serve_groups(llm.engine, workload.groups, seconds, seed=1)
+        ended = serve_groups(llm.engine, workload.groups, most_seconds, seed=1)
         served = {"groups_ended": ended, "groups": len(workload.groups)}
     served["wall_s"] = round(time.perf_counter() - begin, 3)
     assert llm.engine.recording is not None, "the options ask for a recording"
     run = llm.engine.recording.run(llm.engine.scheduler)
     about = {**provenance, "workload": workload.name, "what": workload.what, **workload.notes,
-             "seconds_allowed": seconds, **served}  # fmt: skip
+             "seconds_allowed": most_seconds, **served}  # fmt: skip
     metadata = replace(run.metadata, config={**run.metadata.config, "provenance": about})
     return Run(run.steps_table, run.requests_table, metadata, run.items_table)
 
@@ -144,7 +155,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--campaigns", nargs="+", choices=names, default=list(CAMPAIGNS))
     parser.add_argument("--trace", type=Path, help="public trace for the replay campaign")
     parser.add_argument("--speed", type=float, default=1.0, help="of the replay")
-    parser.add_argument("--seconds", type=float, default=30.0, help="wall time of each workload")
+    parser.add_argument("--seconds", type=float, default=20.0, help="arrivals taken of a trace")
+    parser.add_argument("--most-seconds", type=float, default=120.0, help="limit of each workload")
     parser.add_argument("--sizes", choices=SIZES, default="full")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu")
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="any engine option")
@@ -171,7 +183,7 @@ def main() -> None:
         for workload in todo:
             prefix = options.out / workload.name
             llm = restarted(llm, {**workload.options, **given, "record": str(prefix)})
-            run = record(llm, workload, options.seconds, provenance)
+            run = record(llm, workload, options.seconds, options.most_seconds, provenance)
             size = save(run, prefix)
             served = run.metadata.config["provenance"]
             print(f"{workload.name}: {len(run.steps_table)} steps, {len(run.requests_table)} "

@@ -6,14 +6,18 @@ dimensions on a GPU, "small" for the tiny model. Read next: `record_h200.py`.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import pyarrow as pa
+
 from mdi_shared.errors import ConfigError
+from mdi_traces.columns import ints, numbers
 from mdi_traces.formats import load_requests
 from mdi_traces.generate import generate_workload
-from mdi_traces.requests import RequestTrace, cut_lengths
+from mdi_traces.requests import RequestTrace, cut_lengths, put_column
 
 BLOCK = 128  # tokens of a KV block
 
@@ -44,6 +48,7 @@ class Sizes:
     chunks: tuple[int, ...]
     sequences: tuple[int, ...]
     long_prompts: tuple[int, ...]
+    random_groups: int
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     most_tokens: int  # batch times context of a decode point
@@ -53,22 +58,25 @@ class Sizes:
     max_prompt: int
     max_output: int
     max_num_seqs: int
+    max_model_len: int  # of every workload: a decode graph is sized by it
+    long_rate: float
     pressure: Job
     pressure_requests: int
 
 
 FULL = Sizes(
     chunks=(1_024, 4_096, 8_192), sequences=(1, 2, 4, 8, 16), long_prompts=(32_768, 131_072),
-    batches=(1, 2, 4, 8, 16, 32, 64, 128, 256), contexts=(256, 1_024, 4_096, 16_384, 65_536),
-    most_tokens=524_288, decode_steps=24, rates={"low": 2.0, "high": 24.0}, num_requests=4_000,
-    max_prompt=16_384, max_output=512, max_num_seqs=256, pressure=Job(2_048, 512),
-    pressure_requests=48,
+    random_groups=80, batches=(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256),
+    contexts=(128, 1_024, 4_096, 16_384, 65_536, 131_072), most_tokens=524_288, decode_steps=10,
+    rates={"low": 4.0, "high": 20.0}, num_requests=4_000, max_prompt=16_384, max_output=512,
+    max_num_seqs=256, max_model_len=131_072 + 1_024, long_rate=2.0, pressure=Job(2_048, 512),
+    pressure_requests=96,
 )  # fmt: skip
 SMALL = Sizes(
-    chunks=(64, 256), sequences=(1, 2, 4), long_prompts=(600,), batches=(1, 4),
+    chunks=(64, 256), sequences=(1, 2, 4), long_prompts=(600,), random_groups=6, batches=(1, 4),
     contexts=(32, 200), most_tokens=800, decode_steps=6, rates={"low": 2.0, "high": 40.0},
-    num_requests=200, max_prompt=200, max_output=16, max_num_seqs=8, pressure=Job(200, 150),
-    pressure_requests=6,
+    num_requests=200, max_prompt=200, max_output=16, max_num_seqs=8, max_model_len=700,
+    long_rate=4.0, pressure=Job(200, 150), pressure_requests=6,
 )  # fmt: skip
 SIZES = {"full": FULL, "small": SMALL}
 
@@ -77,13 +85,14 @@ def _blocks(tokens: int) -> int:
     return -(-(tokens + 1) // BLOCK) + 1
 
 
-def _pool(groups: tuple[tuple[Job, ...], ...], *, num_seqs: int, **options: Any) -> dict[str, Any]:  # noqa: ANN401
+def _pool(groups: tuple[tuple[Job, ...], ...], sizes: Sizes, **options: Any) -> dict[str, Any]:  # noqa: ANN401
     """Options of an engine that holds the largest group at once, and votes prefill at once."""
     need = max(sum(_blocks(job.prompt + job.output) for job in group) for group in groups)
-    longest = max(job.prompt + job.output for group in groups for job in group)
+    least = _blocks(sizes.max_model_len) + 8
     return {
-        "max_num_seqs": num_seqs, "max_model_len": longest + 1, "num_blocks": 2 + need * 5 // 4,
-        "prefill_attempt_interval": 1, **options,
+        "max_num_seqs": sizes.max_num_seqs, "max_model_len": sizes.max_model_len,
+        "max_num_batched_tokens": max(sizes.chunks), "prefill_attempt_interval": 1,
+        "num_blocks": 2 + max(need, least) * 5 // 4, **options,
     }  # fmt: skip
 
 
@@ -98,20 +107,41 @@ def prefill_sweep(sizes: Sizes) -> Iterator[Workload]:
         groups = (*even, *part, *long, *pairs)
         yield Workload(
             f"prefill_{chunk}", "prefill by number of sequences, rows and cached length",
-            _pool(groups, num_seqs=max(counts), max_num_batched_tokens=chunk), groups,
+            _pool(groups, sizes, max_num_batched_tokens=chunk), groups,
         )  # fmt: skip
 
 
+def prefill_mixed(sizes: Sizes) -> Iterator[Workload]:
+    """Prompts as they come: a few at once, lengths spread evenly on a logarithmic scale.
+
+    A sweep varies one thing at a time; here rows, sequences and lengths vary independently, from
+    single short prompts to steps that several sequences fill.
+    """
+    dice, most, groups = np.random.default_rng(7), max(sizes.chunks), []
+    for _ in range(sizes.random_groups):
+        count = int(2 ** dice.uniform(0, np.log2(max(sizes.sequences) + 1)))
+        lengths = np.exp(dice.uniform(np.log(8), np.log(most), count)).astype(int).tolist()
+        groups.append(tuple(Job(length, 2) for length in lengths))
+    yield Workload("prefill_mixed", "prompts of random number and lengths at once",
+                   _pool(tuple(groups), sizes), tuple(groups))  # fmt: skip
+
+
 def decode_sweep(sizes: Sizes) -> Iterator[Workload]:
-    """Every batch at every context that `most_tokens` allows, some steps each."""
-    groups = tuple(
-        tuple(Job(context, 1 + sizes.decode_steps) for _ in range(batch))
-        for context in sizes.contexts
-        for batch in sizes.batches
-        if batch * context <= sizes.most_tokens
-    )
-    options = _pool(groups, num_seqs=max(sizes.batches), max_num_batched_tokens=max(sizes.chunks))
-    yield Workload("decode", "decode by batch and context", options, groups)
+    """Every batch at every context that `most_tokens` allows, some steps each.
+
+    A context is prefilled once, for its largest batch: sequences then end in turn, so that the
+    batch shrinks from one size to the next.
+    """
+    groups = []
+    for context in sizes.contexts:
+        batches = sorted(b for b in sizes.batches if b * context <= sizes.most_tokens)
+        larger = zip([0, *batches], batches, range(len(batches), 0, -1), strict=False)
+        groups.append(tuple(
+            Job(context, 1 + steps * sizes.decode_steps)
+            for below, batch, steps in larger for _ in range(batch - below)
+        ))  # fmt: skip
+    yield Workload("decode", "decode by batch and context", _pool(tuple(groups), sizes),
+                   tuple(groups))  # fmt: skip
 
 
 def online(sizes: Sizes) -> Iterator[Workload]:
@@ -126,21 +156,29 @@ def online(sizes: Sizes) -> Iterator[Workload]:
 
 
 def _open_pool(sizes: Sizes) -> dict[str, Any]:
-    longest = sizes.max_prompt + sizes.max_output
-    each = _blocks(min(longest, 4_096))
-    return {"max_num_seqs": sizes.max_num_seqs, "max_model_len": longest + 1,
-            "max_num_batched_tokens": max(sizes.chunks),
-            "num_blocks": 2 + max(sizes.max_num_seqs * each, 2 * _blocks(longest))}  # fmt: skip
+    each = _blocks(min(sizes.max_prompt + sizes.max_output, 4_096))
+    needed = max(sizes.max_num_seqs * each, 4 * _blocks(sizes.max_model_len))
+    return {"max_num_seqs": sizes.max_num_seqs, "max_model_len": sizes.max_model_len,
+            "max_num_batched_tokens": max(sizes.chunks), "num_blocks": 2 + needed}  # fmt: skip
 
 
 def long_context(sizes: Sizes) -> Iterator[Workload]:
-    """The longest prompts, decoding beside short ones that keep arriving."""
-    short = Job(max(sizes.long_prompts[0] // 64, 8), sizes.decode_steps)
-    groups = tuple(
-        (Job(prompt, sizes.decode_steps), *[short] * 4) for prompt in sizes.long_prompts
+    """Chat-like arrivals of which every eighth brings a long prompt."""
+    trace = generate_workload(
+        "azure-conv", num_requests=sizes.num_requests, seed=2, rate=sizes.long_rate
     )  # fmt: skip
-    options = _pool(groups, num_seqs=8, max_num_batched_tokens=max(sizes.chunks))
-    yield Workload("long_context", "long prompts beside short ones", options, groups)
+    trace = cut_lengths(trace, max_prompt=sizes.max_prompt, max_output=sizes.max_output)
+    prompts = ints(trace.table["prompt_len"]).copy()
+    least, most = np.log(sizes.long_prompts[0]), np.log(sizes.long_prompts[-1])
+    places = np.arange(4, len(prompts), 8)
+    drawn = np.random.default_rng(8).uniform(least, most, len(places))
+    prompts[places] = np.exp(drawn).astype(int)
+    trace = replace(trace, table=put_column(trace.table, "prompt_len",
+                                            numbers(prompts, pa.int32())))  # fmt: skip
+    what = (f"chat-like arrivals at {sizes.long_rate:g} requests/s, every eighth prompt of "
+            f"{sizes.long_prompts[0]:,} to {sizes.long_prompts[-1]:,} tokens")  # fmt: skip
+    yield Workload("long_context", what, _open_pool(sizes), trace=trace,
+                   notes={"rate": sizes.long_rate})  # fmt: skip
 
 
 def preemption(sizes: Sizes) -> Iterator[Workload]:
@@ -148,8 +186,7 @@ def preemption(sizes: Sizes) -> Iterator[Workload]:
     job, count = sizes.pressure, sizes.pressure_requests
     group = tuple(job for _ in range(count))
     start, whole = (count * -(-n // BLOCK) for n in (job.prompt + 1, job.prompt + job.output))
-    options = _pool((group,), num_seqs=count, max_num_batched_tokens=max(sizes.chunks))
-    options["num_blocks"] = 1 + start + (whole - start) // 4
+    options = _pool((group,), sizes, num_blocks=1 + start + (whole - start) // 4)
     yield Workload("preemption", "a block pool too small for the outputs", options, (group,))
 
 
@@ -164,7 +201,7 @@ def public_replay(sizes: Sizes, trace_file: Path, speed: float) -> Iterator[Work
 
 
 CAMPAIGNS: dict[str, Callable[[Sizes], Iterator[Workload]]] = {
-    "prefill": prefill_sweep, "decode": decode_sweep, "online": online,
+    "prefill": prefill_sweep, "mixed": prefill_mixed, "decode": decode_sweep, "online": online,
     "long_context": long_context, "preemption": preemption,
 }  # fmt: skip
 REPLAY = "replay"

@@ -17,7 +17,15 @@ if TYPE_CHECKING:
         compare,
         compare_plans,
         export_perfetto,
+        overlay_figure,
+        per_kind_summary,
+        roofline_position,
+        run_shape,
+        save_overlay,
         save_plots,
+        slowest_steps,
+        step_items_frame,
+        steps_frame,
     )
     from mdi_exec.engine import LLMEngine
     from mdi_exec.llm import LLM
@@ -30,10 +38,12 @@ if TYPE_CHECKING:
     from mdi_shared.hardware import B200, H200, Hardware
     from mdi_shared.linear_cost import LinearCost
     from mdi_shared.placement import LeastTokens, Placement, RoundRobin
+    from mdi_shared.predicted_cost import PredictedCost
     from mdi_shared.roofline import Efficiencies, RooflineCost
     from mdi_shared.shape import TINY, V41_FLASH, ModelShape
     from mdi_sim.calibrate import calibrate
     from mdi_sim.replay import replay_recorded
+    from mdi_sim.transfer import transfer
     from mdi_sim.tuning import Tuning
     from mdi_traces import (
         WORKLOADS,
@@ -84,6 +94,7 @@ __all__ = [
     "ModelShape",
     "Placement",
     "Poisson",
+    "PredictedCost",
     "RequestOutput",
     "RequestTrace",
     "RooflineCost",
@@ -109,23 +120,35 @@ __all__ = [
     "load_requests",
     "load_run",
     "make_checkpoint",
+    "overlay_figure",
     "parse_arrivals",
     "parse_lengths",
+    "per_kind_summary",
     "replay_recorded",
+    "roofline_position",
+    "run_shape",
+    "save_overlay",
     "save_plots",
     "simulate",
+    "slowest_steps",
+    "step_items_frame",
+    "steps_frame",
     "summarize",
+    "transfer",
     "tune",
 ]
 
 _MODULES = {
-    "mdi_analysis": "SLO Comparison Summary compare compare_plans export_perfetto save_plots",
+    "mdi_analysis": "SLO Comparison Summary compare compare_plans export_perfetto overlay_figure "
+    "per_kind_summary roofline_position run_shape save_overlay save_plots slowest_steps "
+    "step_items_frame steps_frame",
     "mdi_shared.config": "SchedulerConfig",
     "mdi_shared.cost": "ConstantCost HostCost StepCost",
     "mdi_shared.errors": "ConfigError DeadlockError MiniDeepInferError TraceError",
     "mdi_shared.hardware": "B200 H200 Hardware",
     "mdi_shared.linear_cost": "LinearCost",
     "mdi_shared.placement": "LeastTokens Placement RoundRobin",
+    "mdi_shared.predicted_cost": "PredictedCost",
     "mdi_shared.roofline": "Efficiencies RooflineCost",
     "mdi_shared.shape": "TINY V41_FLASH ModelShape",
     "mdi_traces": "WORKLOADS ChatSessions Finding Fixed LogNormal Poisson RequestTrace Run Uniform "
@@ -138,6 +161,7 @@ _MODULES = {
     "mdi_exec.sampling": "SamplingParams",
     "mdi_sim.calibrate": "calibrate",
     "mdi_sim.replay": "replay_recorded",
+    "mdi_sim.transfer": "transfer",
     "mdi_sim.tuning": "Tuning",
     "minideepinfer.run_summary": "RunSummary summarize",
     "minideepinfer.simulated": "SimulatedRun simulate",

@@ -33,6 +33,12 @@ def cost_label(cost: Mapping[str, Any]) -> str:
         )
     if kind == "linear":
         return f"fitted linear model, {_held_out(cost.get('fit', {}))}"
+    if kind == "predicted":
+        basis = cost.get("basis", {})
+        return (
+            f"predicted for {cost['hardware']} (ep {cost['ep']}), not measured: its roofline at "
+            f"the efficiencies of {basis.get('model')} on {basis.get('hardware')}"
+        )
     if kind == "constant":
         return "constant, an assumption"
     return f"{kind}, calibration not stated"

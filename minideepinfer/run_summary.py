@@ -33,7 +33,7 @@ class RunSummary(Summary):
 
     `basis` is None for a recorded run, `wall_s` for anything but a fresh simulation.
     `extrapolated` counts the steps outside what a fitted step-time model has seen: "steps" in all,
-    "of", and by feature; None when no fitted model was used.
+    "of", and by feature; all of them where times were predicted, None when neither was used.
     """
 
     basis: str | None = None
@@ -88,7 +88,11 @@ def summarize(
 def count_extrapolated(run: RunLike) -> dict[str, int] | None:
     """Count a simulated run's steps outside what its fitted model has seen; see `RunSummary`."""
     cost = (run.metadata.config or {}).get("cost")
-    if not isinstance(run, Run) or not isinstance(cost, Mapping) or cost.get("kind") != "linear":
+    if not isinstance(run, Run) or not isinstance(cost, Mapping):
+        return None
+    if cost.get("kind") == "predicted":  # nothing was recorded there: all of them
+        return {"steps": len(run.steps_table), "of": len(run.steps_table)}
+    if cost.get("kind") != "linear":
         return None
     try:
         model = LinearCost.from_description(cost)
@@ -103,6 +107,9 @@ def count_extrapolated(run: RunLike) -> dict[str, int] | None:
 
 
 def _warning(extrapolated: Mapping[str, int]) -> str:
+    if set(extrapolated) == {"steps", "of"}:
+        return (f"extrapolated: all {extrapolated['of']:,} steps, nothing was recorded on this "
+                "hardware with this model")  # fmt: skip
     by_feature = ", ".join(
         f"{name} {count:,}" for name, count in extrapolated.items() if name not in ("steps", "of")
     )

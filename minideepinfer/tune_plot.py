@@ -1,12 +1,12 @@
 """One picture of a tuning: what each setting tried reaches, and at which latency.
 
-Read next: `tune_report.py` (the same in words), `mdi_analysis/plots.py` (pictures of runs).
+Read next: `tune_report.py` (the same in words), `mdi_analysis/drawing.py` (colours).
 """
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mdi_analysis.plots import BLUE, GREY, ORANGE, VERMILION
+from mdi_analysis.drawing import BLUE, GREY, ORANGE, VERMILION
 from mdi_sim.tuning import GOODPUT, Measured, Trial, Tuning, merit
 from mdi_traces.io import atomic_file
 

@@ -16,6 +16,8 @@ from mdi_analysis.metrics import (
     meets_slo,
     request_latencies,
 )
+from mdi_analysis.overlay import overlay_figure
+from mdi_analysis.overlay_page import overlay_page, save_overlay
 from mdi_analysis.perfetto import export_perfetto, trace_events
 from mdi_analysis.plan_identity import Difference, PlanIdentity, compare_plans
 from mdi_analysis.plots import (
@@ -25,6 +27,9 @@ from mdi_analysis.plots import (
     plot_timeline,
     save_plots,
 )
+from mdi_analysis.step_frames import per_kind_summary, step_items_frame, steps_frame
+from mdi_analysis.step_reasons import slowest_steps
+from mdi_analysis.step_roofline import roofline_position, run_shape
 from mdi_analysis.summary import Summary, summarize
 
 __all__ = [
@@ -46,12 +51,21 @@ __all__ = [
     "inter_token_latencies",
     "meets_slo",
     "metrics_markdown",
+    "overlay_figure",
+    "overlay_page",
+    "per_kind_summary",
     "plot_latency",
     "plot_step_time",
     "plot_throughput",
     "plot_timeline",
     "request_latencies",
+    "roofline_position",
+    "run_shape",
+    "save_overlay",
     "save_plots",
+    "slowest_steps",
+    "step_items_frame",
+    "steps_frame",
     "summarize",
     "trace_events",
 ]

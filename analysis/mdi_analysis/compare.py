@@ -14,6 +14,7 @@ import numpy as np
 from mdi_analysis.frames import (
     KINDS,
     NS_PER_MS,
+    OWN_KINDS,
     Floats,
     Ints,
     RunLike,
@@ -24,7 +25,8 @@ from mdi_analysis.frames import (
 )
 from mdi_analysis.metrics import SLO, Distribution
 from mdi_analysis.plan_identity import PlanIdentity, compare_plans
-from mdi_analysis.report import change, make_table, number, percent, plain, stack
+from mdi_analysis.report import Sheet, change, number, percent, plain, stack
+from mdi_analysis.step_times import HOST_TIMES, host_times
 from mdi_analysis.summary import Summary, describe_counts, summarize
 from mdi_shared.errors import ConfigError
 
@@ -51,7 +53,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class KindComparison:
-    """Steps of one kind in both runs.
+    """Steps of one kind in both runs; `device_ms` is statistic -> pair.
 
     `paired=True`: `error` describes |b - a| / a of the device time, step by step. Otherwise the
     plans differ, and it describes the same for each percentile 1..99 of the two distributions.
@@ -60,6 +62,7 @@ class KindComparison:
 
     count: Pair
     device_total_ms: Pair
+    device_ms: dict[str, Pair]
     paired: bool
     error: Distribution
     bias: float | None
@@ -67,12 +70,16 @@ class KindComparison:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What `compare` found; `latency` is metric -> statistic -> pair, in ms."""
+    """What `compare` found; `latency` and `host` are metric -> statistic -> pair, in ms.
+
+    `host` has the times of `step_times.HOST_TIMES`, prefill and decode steps together.
+    """
 
     names: tuple[str, str]
     plans: PlanIdentity
     latency: dict[str, dict[str, Pair]]
     kinds: dict[str, KindComparison]
+    host: dict[str, dict[str, Pair]]
     rates: dict[str, Pair]
     a: Summary
     b: Summary
@@ -83,9 +90,14 @@ class Comparison:
         data["plans"]["identical"] = self.plans.identical
         return data
 
+    def sheets(self) -> list[Sheet]:
+        """Return what there is to read, as text: requests, steps, the host, the whole run."""
+        return [_latency_sheet(self), _kind_sheet(self), _step_time_sheet(self), _host_sheet(self),
+                _rate_sheet(self)]  # fmt: skip
+
     def table(self) -> "Table":
         """Return a rich table for people; print it with a rich console."""
-        return stack([_latency_table(self), _kind_table(self), _rate_table(self)])
+        return stack([sheet.rich() for sheet in self.sheets()])
 
 
 def compare(
@@ -110,6 +122,7 @@ def compare(
         plans=plans,
         latency=_latencies(summary_a, summary_b),
         kinds=_kinds(a, b, paired=plans.identical),
+        host=_host(a, b),
         rates=_rates(summary_a, summary_b),
         a=summary_a,
         b=summary_b,
@@ -118,9 +131,18 @@ def compare(
 
 def _latencies(a: Summary, b: Summary) -> dict[str, dict[str, Pair]]:
     found_a, found_b = dict(a.latency.known()), dict(b.latency.known())
+    return {name: _stats(found_a[name], found_b[name]) for name in found_a}
+
+
+def _stats(a: Distribution, b: Distribution) -> dict[str, Pair]:
+    return {stat: Pair.of(getattr(a, stat), getattr(b, stat)) for stat in STATS}
+
+
+def _host(a: RunLike, b: RunLike) -> dict[str, dict[str, Pair]]:
+    times_a, times_b = host_times(a.steps), host_times(b.steps)
     return {
-        name: {s: Pair.of(getattr(found_a[name], s), getattr(found_b[name], s)) for s in STATS}
-        for name in found_a
+        name: _stats(Distribution.of(times_a[name]), Distribution.of(times_b[name]))
+        for name in HOST_TIMES
     }
 
 
@@ -137,6 +159,7 @@ def _kinds(a: RunLike, b: RunLike, *, paired: bool) -> dict[str, KindComparison]
         found[kind] = KindComparison(
             count=Pair.of(int(in_a.sum()), int(in_b.sum())),
             device_total_ms=Pair.of(*(float(np.nansum(t)) / NS_PER_MS for t in times)),
+            device_ms=_stats(*(Distribution.of(t / NS_PER_MS) for t in times)),
             paired=paired,
             error=Distribution.of(np.abs(differences)),
             bias=Distribution.of(differences).mean,
@@ -178,18 +201,21 @@ def _rates(a: Summary, b: Summary) -> dict[str, Pair]:
     return rates
 
 
-def _latency_table(found: Comparison) -> "Table":
-    rows = [
-        (f"{name} {stat}", number(pair.a), number(pair.b), change(pair.relative))
-        for name, stats in found.latency.items()
-        for stat, pair in stats.items()
-    ]
+def _latency_sheet(found: Comparison) -> Sheet:
     counts = zip(found.names, (found.a, found.b), strict=True)
     title = "\n".join(f"{name}: {describe_counts(run.requests)}" for name, run in counts)
-    return make_table(title, ("latency", *found.names, "difference"), rows)
+    return Sheet(title, ("latency", *found.names, "difference"), _stat_rows(found.latency))
 
 
-def _kind_table(found: Comparison) -> "Table":
+def _stat_rows(metrics: dict[str, dict[str, Pair]]) -> list[tuple[str, ...]]:
+    return [
+        (f"{name} {stat}", number(pair.a), number(pair.b), change(pair.relative))
+        for name, stats in metrics.items()
+        for stat, pair in stats.items()
+    ]
+
+
+def _kind_sheet(found: Comparison) -> Sheet:
     rows = [
         (kind, number(k.count.a), number(k.count.b), number(k.device_total_ms.a),
          number(k.device_total_ms.b), change(k.bias), percent(k.error.p50), percent(k.error.p90),
@@ -200,12 +226,23 @@ def _kind_table(found: Comparison) -> "Table":
     first, second = found.names
     title = f"plans: {found.plans}\ndevice time, a = {first}, b = {second} ({how})"
     headers = ("kind", "a", "b", "a ms", "b ms", "bias", "err p50", "p90", "p99")
-    return make_table(title, headers, rows)
+    return Sheet(title, headers, rows)
 
 
-def _rate_table(found: Comparison) -> "Table":
+def _step_time_sheet(found: Comparison) -> Sheet:
+    times = {f"{kind} ms": k.device_ms for kind, k in found.kinds.items() if kind in OWN_KINDS}
+    title = "device time of a step"
+    return Sheet(title, ("kind", *found.names, "difference"), _stat_rows(times))
+
+
+def _host_sheet(found: Comparison) -> Sheet:
+    title = "host times of prefill and decode steps"
+    return Sheet(title, ("time", *found.names, "difference"), _stat_rows(found.host))
+
+
+def _rate_sheet(found: Comparison) -> Sheet:
     rows = [
         (name, number(pair.a), number(pair.b), change(pair.relative))
         for name, pair in found.rates.items()
     ]
-    return make_table("whole run", ("metric", *found.names, "difference"), rows)
+    return Sheet("whole run", ("metric", *found.names, "difference"), rows)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from mdi_shared.errors import TraceError
 from mdi_shared.plan import STEP_KINDS
+from mdi_shared.request import NOT_ARRIVED
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -122,15 +123,22 @@ def config_option(run: RunLike, name: str) -> int | None:
     return value
 
 
+def has_arrived(run: RunLike) -> Bools:
+    """Return for every request whether it arrived before the run ended."""
+    reasons = series(run.requests, "requests", "unfinished_reason").astype(object)
+    arrived: Bools = (reasons != NOT_ARRIVED).to_numpy()
+    return arrived
+
+
 def span_ns(run: RunLike) -> tuple[float, float] | None:
     """Return start and end of a run, ns: first arrival or scheduling, last output or finish.
 
-    None when the run holds neither a request nor a step.
+    Requests that had not arrived when the run ended do not count. None when the run holds neither
+    a request nor a step.
     """
     requests, steps = run.requests, run.steps
-    starts = np.concatenate(
-        [floats(requests, "requests", "arrival_ns"), floats(steps, "steps", "t_sched")]
-    )
+    arrivals = floats(requests, "requests", "arrival_ns")[has_arrived(run)]
+    starts = np.concatenate([arrivals, floats(steps, "steps", "t_sched")])
     ends = np.concatenate(
         [starts, floats(requests, "requests", "t_finish"), floats(steps, "steps", "t_done")]
     )

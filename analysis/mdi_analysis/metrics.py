@@ -18,6 +18,7 @@ from mdi_analysis.frames import (
     Ints,
     RunLike,
     floats,
+    has_arrived,
     ints,
     is_kind,
     kind_codes,
@@ -33,7 +34,7 @@ OUTCOMES = {
     "prompt_length_exceeded": "rejected",
     "insufficient_system_resource": "rejected",
 }
-UNFINISHED = "unfinished"
+UNFINISHED, NEVER_ARRIVED = "unfinished", "never arrived"
 LATENCIES = ("ttft_ms", "ttft_engine_ms", "tpot_ms", "tpot_with_first_ms", "e2e_ms", "queue_ms")
 
 assert OUTCOMES.keys() == set(REASONS.values()), "every finish reason needs an outcome"
@@ -89,8 +90,9 @@ def request_latencies(run: RunLike) -> pd.DataFrame:
     """Return one row per request: req_id, outcome, finish_reason and the `LATENCIES`.
 
     `outcome` is completed (stop, length), rejected (prompt_length_exceeded,
-    insufficient_system_resource), aborted, or unfinished (no finish reason). A latency is NaN
-    where the request never got that far. Raises `TraceError` on an unknown finish reason.
+    insufficient_system_resource), aborted, unfinished (no finish reason), or never arrived (the
+    run ended before). A latency is NaN where the request never got that far. Raises `TraceError`
+    on an unknown finish reason.
     """
     frame = run.requests
     arrival, submit, first_sched, first, last, finish, tokens = (
@@ -103,7 +105,7 @@ def request_latencies(run: RunLike) -> pd.DataFrame:
     reason = series(frame, "requests", "finish_reason").astype(object)
     columns = {
         "req_id": series(frame, "requests", "req_id").to_numpy(),
-        "outcome": _outcomes(reason),
+        "outcome": _outcomes(reason).where(has_arrived(run), NEVER_ARRIVED),
         "finish_reason": reason.to_numpy(),
         "ttft_ms": (first - arrival) / NS_PER_MS,
         "ttft_engine_ms": (first - submit) / NS_PER_MS,
@@ -152,7 +154,8 @@ def inter_token_latencies(run: RunLike) -> Floats:
     if items is None:
         raise TraceError("items table", "absent, but inter-token latency needs it")
     emitted = floats(items, "items", "emitted") > 0
-    done_ns, step_index = _visible_at(run.steps, items)
+    order_of_steps, step_index = locate_items(run.steps, items)
+    done_ns = floats(run.steps, "steps", "t_done")[order_of_steps]
     codes, _ = pd.factorize(series(items, "items", "req_id").array[emitted])
     # One integer per emitting row, ordered by (request, step): sorting it beats sorting rows.
     steps = max(done_ns.size, 1)
@@ -165,15 +168,18 @@ def inter_token_latencies(run: RunLike) -> Floats:
     return gaps[gaps > 0] / NS_PER_MS
 
 
-def _visible_at(steps: pd.DataFrame, items: pd.DataFrame) -> tuple[Floats, Ints]:
-    """Return t_done of the steps ordered by (rank, step), and each item's index into it."""
-    # A flush makes outputs of an earlier step visible and has no items of its own.
-    steps = steps[~is_kind(kind_codes(steps), "flush")]
-    step, item_step = ints(steps, "steps", "step"), ints(items, "items", "step")
+def locate_items(steps: pd.DataFrame, items: pd.DataFrame) -> tuple[Ints, Ints]:
+    """Return the positions of the steps in order of (rank, step), and each item's index into them.
+
+    A flush makes outputs of an earlier step visible and has no items of its own; it is left out.
+    Raises `TraceError` when an item's step is not in the step table.
+    """
+    launched = np.flatnonzero(~is_kind(kind_codes(steps), "flush"))
+    step, item_step = ints(steps, "steps", "step")[launched], ints(items, "items", "step")
     width = int(max(step.max(initial=0), item_step.max(initial=0))) + 1
-    key = ints(steps, "steps", "rank") * width + step
+    key = ints(steps, "steps", "rank")[launched] * width + step
     order = np.argsort(key, kind="stable")
-    key, done_ns = key[order], floats(steps, "steps", "t_done")[order]
+    key = key[order]
     item_key = ints(items, "items", "rank") * width + item_step
     index: Ints = np.searchsorted(key, item_key)
     known = index < key.size
@@ -183,4 +189,4 @@ def _visible_at(steps: pd.DataFrame, items: pd.DataFrame) -> tuple[Floats, Ints]
         raise TraceError("items table", f"step {item_step[row]} of rank "
                          f"{items['rank'].iloc[row]} is not in the step table",
                          row=row + 1, column="step")  # fmt: skip
-    return done_ns, index
+    return launched[order], index

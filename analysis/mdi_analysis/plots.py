@@ -1,19 +1,37 @@
 """Four pictures of a run, each a matplotlib `Figure` to show, save or restyle.
 
-Colours are Okabe and Ito's, which stay apart for colour-blind readers. matplotlib is imported when
-a picture is made, through its object interface: no display, no global state. The numbers come from
-`metrics.py` and `usage.py`; here they are only drawn.
+matplotlib is imported when a picture is made, through its object interface: no display, no global
+state. The numbers come from `metrics.py` and `usage.py`; here they are only drawn.
 
-Read next: `binning.py`, which thins long runs out.
+Read next: `drawing.py` (how it looks), `binning.py`, which thins long runs out.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mdi_analysis.binning import bin_edges, binned, nice_window_s, window_rates
+from mdi_analysis.binning import nice_window_s, window_rates
+from mdi_analysis.drawing import (
+    BLUE,
+    COLOURS,
+    GREEN,
+    GREY,
+    MAX_POINTS,
+    NO_SPAN,
+    ORANGE,
+    VERMILION,
+    around,
+    draw_band,
+    from_zero,
+    legends,
+    plain_frame,
+    plain_ticks,
+    save_figure,
+    say,
+    tick_label,
+    time_axis,
+)
 from mdi_analysis.frames import (
     KINDS,
     NS_PER_MS,
@@ -24,6 +42,7 @@ from mdi_analysis.frames import (
     count_gpus,
     device_ns,
     floats,
+    has_arrived,
     is_kind,
     kind_codes,
     span_ns,
@@ -32,17 +51,11 @@ from mdi_analysis.metrics import request_latencies
 from mdi_analysis.report import number
 from mdi_analysis.summary import count_requests, describe_counts
 from mdi_analysis.usage import emitted_tokens, kv_occupancy
+from mdi_shared.errors import TraceError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-BLUE, ORANGE, GREEN, VERMILION, SKY, GREY = (
-    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#666666",
-)  # fmt: skip
-COLOURS = dict(zip(KINDS, (BLUE, VERMILION, SKY, ORANGE, GREY), strict=True))
-NO_SPAN = (0.0, NS_PER_S)  # the axis of a run in which nothing happened
-MAX_POINTS = 20_000  # of a scatter; more only make the file larger
 
 
 def plot_latency(run: RunLike) -> "Figure":
@@ -61,7 +74,7 @@ def plot_latency(run: RunLike) -> "Figure":
         ax.set_xlabel(label)
         ax.set_ylim(0, 1.02)
         if not values.size:
-            _say(ax, "no request has one")
+            say(ax, "no request has one")
             continue
         _draw_cdf(ax, values)
     axes[0].set_ylabel("share of completed requests")
@@ -81,21 +94,21 @@ def plot_timeline(run: RunLike) -> "Figure":
     span = span_ns(run) or NO_SPAN
     for kind in OWN_KINDS:
         chosen = is_kind(kinds, kind)
-        _draw_band(axes[0], span, (sched[chosen], n_seqs[chosen]), kind, COLOURS[kind])
-    _draw_band(axes[1], span, (sched, kv_occupancy(run)), "KV blocks", GREEN)
+        draw_band(axes[0], span, (sched[chosen], n_seqs[chosen]), kind, COLOURS[kind])
+    draw_band(axes[1], span, (sched, kv_occupancy(run)), "KV blocks", GREEN)
     for name, colour in (("waiting", ORANGE), ("running", BLUE)):
         values = floats(steps, "steps", f"n_{name}")
-        _draw_band(axes[2], span, (done, values), name, colour)
+        draw_band(axes[2], span, (done, values), name, colour)
     labels = ("sequences in a step", "KV occupancy", "requests per rank")
     for ax, label in zip(axes, labels, strict=True):
         ax.set_ylabel(label)
-        _from_zero(ax)
+        from_zero(ax)
     axes[1].set_ylim(0, 1.02)
     axes[1].yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     if not axes[1].lines:
-        _say(axes[1], "no steps, or num_blocks is not recorded")
-    _legends(axes[0], axes[2])
-    _time_axis(axes, span)
+        say(axes[1], "no steps, or num_blocks is not recorded")
+    legends(axes[0], axes[2])
+    time_axis(axes, span)
     return figure
 
 
@@ -107,7 +120,7 @@ def plot_step_time(run: RunLike) -> "Figure":
     positive = device_ms > 0
     shown = [kind for kind in KINDS if (positive & is_kind(kinds, kind)).any()]
     if shown:  # one set of bins for all kinds, so that their heights compare
-        edges = np.geomspace(*_around(device_ms[positive]), 91).tolist()
+        edges = np.geomspace(*around(device_ms[positive]), 91).tolist()
     for kind in shown:
         chosen = positive & is_kind(kinds, kind)
         times, tokens = device_ms[chosen], np.maximum(n_tokens[chosen], 1)
@@ -121,13 +134,13 @@ def plot_step_time(run: RunLike) -> "Figure":
     axes[1].set(xlabel="tokens in the step", ylabel="device time of a step (ms)")
     if not shown:
         for ax in axes:
-            _say(ax, "no step has device time")
+            say(ax, "no step has device time")
         return figure
     axes[0].set_xscale("log")
     axes[1].set(xscale="log", yscale="log")
     for ax in axes:
-        _plain_ticks(ax)
-    _legends(axes[0])
+        plain_ticks(ax)
+    legends(axes[0])
     return figure
 
 
@@ -137,32 +150,45 @@ def plot_throughput(run: RunLike, *, window_s: float | None = None) -> "Figure":
     `window_s` defaults to a round number near 1/80 of the run. Tokens count when their
     step is done. Recomputed tokens are part of the input here: steps do not tell them apart.
     """
-    steps, span = run.steps, span_ns(run) or NO_SPAN
+    span = span_ns(run) or NO_SPAN
     if window_s is None:
         window_s = nice_window_s((span[1] - span[0]) / NS_PER_S / 80)
-    per_gpu = max(count_gpus(run), 1)
-    done, prefill = floats(steps, "steps", "t_done"), is_kind(kind_codes(steps), "prefill")
-    arrival, finish = (floats(run.requests, "requests", n) for n in ("arrival_ns", "t_finish"))
-    completed = (request_latencies(run)["outcome"] == "completed").to_numpy()
-    n_tokens = np.where(prefill, floats(steps, "steps", "n_tokens"), 0.0)
-    curves: tuple[tuple[int, str, str, Floats, Floats], ...] = (
-        (0, "prefill", BLUE, done, n_tokens / per_gpu),
-        (1, "output", VERMILION, done, emitted_tokens(steps) / per_gpu),
-        (2, "arrived", GREY, arrival, np.ones(arrival.size)),
-        (2, "completed", GREEN, finish[completed], np.ones(int(completed.sum()))),
-    )
+    places = (
+        (0, "prefill", BLUE), (1, "output", VERMILION), (2, "arrived", GREY),
+        (2, "completed", GREEN),
+    )  # fmt: skip
+    curves = rate_curves(run)
     figure, axes = _figure(run, "Throughput", 3, 1, f"windows of {number(window_s)} s")
-    for panel, label, colour, at, weights in curves:
-        edges_s, rates = window_rates(at, weights, span, window_s)
+    for panel, label, colour in places:
+        edges_s, rates = window_rates(*curves[label], span, window_s)
         axes[panel].stairs(rates, edges_s, baseline=None, color=colour, label=label, linewidth=1.6)
     labels = ("input\n(tokens/s/GPU)", "output\n(tokens/s/GPU)", "requests/s")
     for ax, label in zip(axes, labels, strict=True):
         ax.set_ylabel(label)
-        _from_zero(ax)
-        ax.yaxis.set_major_formatter(_label)
-    _legends(axes[2])
-    _time_axis(axes, span)
+        from_zero(ax)
+        ax.yaxis.set_major_formatter(tick_label)
+    legends(axes[2])
+    time_axis(axes, span)
     return figure
+
+
+def rate_curves(run: RunLike) -> dict[str, tuple[Floats, Floats]]:
+    """Return times, ns, and weights of what counts as work: divided by windows they are rates.
+
+    `prefill` and `output` weigh tokens per GPU, `arrived` and `completed` requests.
+    """
+    steps, per_gpu = run.steps, max(count_gpus(run), 1)
+    done, prefill = floats(steps, "steps", "t_done"), is_kind(kind_codes(steps), "prefill")
+    arrival, finish = (floats(run.requests, "requests", n) for n in ("arrival_ns", "t_finish"))
+    arrived = has_arrived(run)
+    completed = (request_latencies(run)["outcome"] == "completed").to_numpy()
+    n_tokens = np.where(prefill, floats(steps, "steps", "n_tokens"), 0.0)
+    return {
+        "prefill": (done, n_tokens / per_gpu),
+        "output": (done, emitted_tokens(steps) / per_gpu),
+        "arrived": (arrival[arrived], np.ones(int(arrived.sum()))),
+        "completed": (finish[completed], np.ones(int(completed.sum()))),
+    }
 
 
 PLOTS = {
@@ -174,15 +200,17 @@ PLOTS = {
 
 
 def save_plots(run: RunLike, directory: str | Path) -> list[Path]:
-    """Draw all four plots as PNG into a folder, made if needed; return the paths."""
+    """Draw all four plots as PNG into a folder, made if needed; return the paths.
+
+    Raises `TraceError` when the system refuses the folder or a file in it.
+    """
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, plot in PLOTS.items():
-        path = directory / f"{name}.png"
-        plot(run).savefig(path, dpi=130)
-        paths.append(path)
-    return paths
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise TraceError(str(directory), f"cannot be made a folder: {reason}") from error
+    return [save_figure(plot(run), directory / f"{name}.png") for name, plot in PLOTS.items()]
 
 
 def _figure(
@@ -198,10 +226,7 @@ def _figure(
     axes = figure.subplots(n_rows, n_columns, sharex=n_rows > 1, squeeze=False)
     flat: list[Axes] = list(axes.ravel())
     for ax in flat:
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.grid(color="0.88", linewidth=0.7)
-        ax.set_axisbelow(True)
-        ax.tick_params(labelsize=9)
+        plain_frame(ax)
     return figure, flat
 
 
@@ -214,68 +239,6 @@ def _draw_cdf(ax: "Axes", values: Floats) -> None:
         ax.plot([at], [share], "o", color=colour, markersize=6, label=label)
     if values[0] > 0:
         ax.set_xscale("log")
-        ax.set_xlim(*_around(values))
-        _plain_ticks(ax)
+        ax.set_xlim(*around(values))
+        plain_ticks(ax)
     ax.legend(loc="lower right", fontsize=9, frameon=True, framealpha=0.9, edgecolor="0.9")
-
-
-def _draw_band(
-    ax: "Axes", span: tuple[float, float], curve: tuple[Floats, Floats], label: str, colour: str
-) -> None:
-    """Draw mean, smallest and largest values over time; `curve` is (times in ns, values)."""
-    at, values = curve
-    known = ~np.isnan(at) & ~np.isnan(values)
-    if not known.any():
-        return
-    middle, mean, low, high = binned(at[known], values[known], bin_edges(span))
-    middle_s = (middle - span[0]) / NS_PER_S
-    ax.fill_between(middle_s, low, high, color=colour, alpha=0.2, linewidth=0)
-    marker = "o" if mean.size < 50 else ""  # a line through few points hides where they are
-    ax.plot(middle_s, mean, color=colour, linewidth=1.4, label=label, marker=marker, markersize=3)
-
-
-def _legends(*axes: "Axes") -> None:
-    for ax in axes:
-        if ax.get_legend_handles_labels()[0]:
-            # Above the axes: nothing drawn is covered.
-            ax.legend(loc="lower right", bbox_to_anchor=(1, 0.98), ncols=2, fontsize=9,
-                      frameon=False, borderaxespad=0)  # fmt: skip
-
-
-def _time_axis(axes: Sequence["Axes"], span: tuple[float, float]) -> None:
-    axes[-1].set_xlabel("time since the start of the run (s)")
-    axes[-1].set_xlim(0, max((span[1] - span[0]) / NS_PER_S, 1e-9))
-    axes[-1].xaxis.set_major_formatter(_label)
-
-
-def _from_zero(ax: "Axes") -> None:
-    top = float(ax.dataLim.y1)
-    ax.set_ylim(0, top * 1.08 if 0 < top < np.inf else 1)
-
-
-def _plain_ticks(ax: "Axes") -> None:
-    """Label log axes in plain numbers: every decade, and 2 and 5 too where few decades show."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    for axis, scale, limits in (
-        (ax.xaxis, ax.get_xscale(), ax.get_xlim()), (ax.yaxis, ax.get_yscale(), ax.get_ylim()),
-    ):  # fmt: skip
-        if scale != "log":
-            continue
-        decades = np.log10(limits[1] / limits[0])
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 2.5 else (1,)))
-        axis.set_major_formatter(_label)
-        axis.set_minor_formatter(NullFormatter())
-
-
-def _label(value: float, _tick: float) -> str:
-    return f"{value:,.10g}"
-
-
-def _around(values: Floats) -> tuple[float, float]:
-    """Return limits a little beyond the values, which are positive; never equal."""
-    return float(values.min()) * 0.95, float(values.max()) * 1.05
-
-
-def _say(ax: "Axes", text: str) -> None:
-    ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color=GREY)

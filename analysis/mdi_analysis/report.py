@@ -7,7 +7,7 @@ Read next: `summary.py` and `compare.py`, which use it.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,6 +63,19 @@ def change(value: float | None) -> str:
 def counted(n: int, noun: str) -> str:
     """Return "1 rank", "2 ranks"."""
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """A table as text, to be shown on a terminal or a page; the first column is a name."""
+
+    title: str
+    headers: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+    def rich(self) -> "Table":
+        """Return the table for a rich console."""
+        return make_table(self.title, self.headers, self.rows)
 
 
 def make_table(

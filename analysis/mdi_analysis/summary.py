@@ -16,6 +16,7 @@ import pandas as pd
 from mdi_analysis.frames import RunLike, series
 from mdi_analysis.metrics import (
     LATENCIES,
+    NEVER_ARRIVED,
     SLO,
     UNFINISHED,
     Distribution,
@@ -49,7 +50,10 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """Requests by outcome; completed + rejected + aborted + unfinished = total."""
+    """Requests by outcome; completed + rejected + aborted + unfinished = total.
+
+    `never_arrived` counts those the run ended before; they are no part of the total.
+    """
 
     total: int
     completed: int
@@ -58,6 +62,7 @@ class RequestCounts:
     unfinished: int
     by_finish_reason: dict[str, int]
     by_unfinished_reason: dict[str, int]
+    never_arrived: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,19 +135,19 @@ def summarize(
 def count_requests(run: RunLike, latencies: pd.DataFrame) -> RequestCounts:
     """Return the outcomes of the rows of `request_latencies(run)`."""
     outcome = latencies["outcome"].value_counts()
-    completed, rejected, aborted, unfinished = (
-        int(outcome.get(name, 0)) for name in ("completed", "rejected", "aborted", UNFINISHED)
-    )
+    names = ("completed", "rejected", "aborted", UNFINISHED, NEVER_ARRIVED)
+    completed, rejected, aborted, unfinished, never = (int(outcome.get(n, 0)) for n in names)
     open_requests = (latencies["outcome"] == UNFINISHED).to_numpy()
     reasons = series(run.requests, "requests", "unfinished_reason").astype(object)
     return RequestCounts(
-        total=len(latencies),
+        total=len(latencies) - never,
         completed=completed,
         rejected=rejected,
         aborted=aborted,
         unfinished=unfinished,
         by_finish_reason=_tally(latencies["finish_reason"].dropna()),
         by_unfinished_reason=_tally(reasons[open_requests].fillna("not recorded")),
+        never_arrived=never,
     )
 
 
@@ -157,6 +162,7 @@ def describe_counts(counts: RequestCounts) -> str:
         f"{counted(counts.total, 'request')}: {counts.completed:,} completed, "
         f"{counts.rejected:,} rejected, {counts.aborted:,} aborted, "
         f"{counts.unfinished:,} unfinished"
+        + (f"; {counts.never_arrived:,} more never arrived" if counts.never_arrived else "")
     )
 
 

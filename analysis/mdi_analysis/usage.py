@@ -30,7 +30,7 @@ from mdi_analysis.frames import (
     ratio,
     span_ns,
 )
-from mdi_analysis.metrics import SLO, Distribution, meets_slo
+from mdi_analysis.metrics import NEVER_ARRIVED, SLO, Distribution, meets_slo
 from mdi_shared.errors import ConfigError, TraceError
 
 
@@ -117,7 +117,7 @@ def goodput(run: RunLike, latencies: pd.DataFrame, slo: SLO) -> Goodput:
     return Goodput(
         slo, met,
         goodput_s=ratio(met, (end_ns - start_ns) / NS_PER_S),
-        goodput_share=ratio(met, len(latencies)),
+        goodput_share=ratio(met, int((latencies["outcome"] != NEVER_ARRIVED).sum())),
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import random
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mdi_exec.errors import EngineStoppedError
@@ -93,9 +94,17 @@ class LLMEngine:
         return time.monotonic_ns() - self._start_ns
 
     def add_request(
-        self, prompt_token_ids: list[int], params: SamplingParams, req_id: str | None = None
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        req_id: str | None = None,
+        *,
+        arrival_ns: int | None = None,
     ) -> str:
         """Queue a request and return its id (made up from a counter if not given).
+
+        `arrival_ns`, on the clock of `now_ns`, is when it reached the server, where that was before
+        this call: its latencies count from there.
 
         Raises `ConfigError` for an empty prompt, a token id outside the vocabulary, or an id that
         is in use, and `EngineStoppedError` once the engine is closed. A prompt too long for the
@@ -113,7 +122,7 @@ class LLMEngine:
                 prompt_len=len(prompt_token_ids),
                 tokens=list(prompt_token_ids),
                 params=params,
-                arrival_ns=self.now_ns(),
+                arrival_ns=self.now_ns() if arrival_ns is None else arrival_ns,
                 row=self._num_added,
             )
             self._num_added += 1
@@ -126,10 +135,11 @@ class LLMEngine:
         self._require_open()
         if not prompt_token_ids:
             raise ConfigError("prompt_token_ids", prompt_token_ids, "must hold at least one token")
-        for index, token in enumerate(prompt_token_ids):
-            if type(token) is not int or not 0 <= token < self.vocab_size:
-                raise ConfigError(f"prompt_token_ids[{index}]", token,
-                                  f"must be an int from 0 to {self.vocab_size - 1}")  # fmt: skip
+        if not _are_token_ids(prompt_token_ids, self.vocab_size):
+            index = next(i for i, token in enumerate(prompt_token_ids)
+                         if not _are_token_ids([token], self.vocab_size))  # fmt: skip
+            raise ConfigError(f"prompt_token_ids[{index}]", prompt_token_ids[index],
+                              f"must be an int from 0 to {self.vocab_size - 1}")  # fmt: skip
         params.require_vocabulary(self.vocab_size)
 
     def abort_request(self, req_id: str) -> None:
@@ -293,3 +303,10 @@ class LLMEngine:
         state.finish_reason = ending.reason
         self._live.pop(state.req_id, None)
         self._outputs.append(RequestOutput(state, new, self.tokenizer))
+
+
+def _are_token_ids(ids: Sequence[object], vocab_size: int) -> bool:
+    """Check a whole prompt at once: the device may be waiting for its next step meanwhile."""
+    if set(map(type, ids)) != {int}:
+        return False
+    return min(ids) >= 0 and max(ids) < vocab_size  # type: ignore[type-var, operator]

@@ -31,9 +31,11 @@ from mdi_exec.sampling import SamplingParams
 from mdi_shared.chunking import fallback_note, make_policy
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.cost import StepCost
+from mdi_shared.cost_file import read_cost_file
 from mdi_shared.errors import ConfigError
 from mdi_shared.hardware import H200
 from mdi_shared.linear_cost import LinearCost
+from mdi_shared.predicted_cost import PredictedCost
 from mdi_shared.roofline import RooflineCost
 from mdi_shared.scheduler import Scheduler
 from mdi_shared.shape import ModelShape
@@ -53,6 +55,8 @@ class LLM:
 
     def __init__(self, model: str | Path, **options: object) -> None:
         self.options, scheduler_options = split_options(options)
+        path = self.options.cost_model  # read first: a bad file is no reason to load weights
+        self._cost_model = None if path is None else read_cost_file(path)
         self.source = open_model(model, self.options.device, self.options.revision)
         self.config, self.tokenizer = self.source.config, self.source.tokenizer
         _check_weight_memory(self.source, self.options)
@@ -143,14 +147,15 @@ class LLM:
 
     def _chunk_cost(self, shape: ModelShape) -> StepCost:
         """Return the step times that the chunk policy asks, and note what speaks against them."""
-        path = self.options.cost_model
-        cost: StepCost = RooflineCost(H200, shape)
-        if path is not None:
-            cost = LinearCost.from_json(path)
+        model = self._cost_model
+        cost: StepCost = RooflineCost(H200, shape) if model is None else model
         notes = [fallback_note(self.scheduler_config, cost)]
-        fitted_for = cost.fit.get("model") if isinstance(cost, LinearCost) else None
-        if fitted_for not in (None, shape.name):
-            notes.append(f"{path} was fitted for {fitted_for}, but {shape.name} runs")
+        made_for = model.fit.get("model") if isinstance(model, LinearCost) else None
+        if isinstance(model, PredictedCost):
+            made_for = model.shape.name
+        if made_for not in (None, shape.name):
+            path = self.options.cost_model
+            notes.append(f"{path} was made for {made_for}, but {shape.name} runs")
         self.notes = tuple(note for note in notes if note is not None)
         return cost
 

@@ -12,7 +12,7 @@ import torch
 from mdi_exec.batch import BLOCK_TOKENS
 from mdi_exec.cache import CacheLayout
 from mdi_exec.numerics import Numerics
-from mdi_shared.config import SchedulerConfig
+from mdi_shared.config import MOST_BLOCKS, SchedulerConfig
 from mdi_shared.errors import ConfigError
 
 GB = 1e9
@@ -158,7 +158,7 @@ def scheduler_config(
     """
     wanted = {"max_model_len": min(DEFAULT_MAX_MODEL_LEN, max_positions),
               "eos_token_id": eos_token_id, **options}  # fmt: skip
-    probe = SchedulerConfig.from_mapping({"num_blocks": 1 << 30, **wanted})
+    probe = SchedulerConfig.from_mapping({"num_blocks": MOST_BLOCKS, **wanted})
     for name, only in (("block_size", BLOCK_TOKENS), ("num_draft_tokens", 0),
                        ("context_parallel_size", 1)):  # fmt: skip
         if getattr(probe, name) != only:

@@ -11,6 +11,7 @@ import heapq
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +35,8 @@ class TraceClient:
         self.seed = seed
         self._req_ids = table["req_id"].to_pylist()
         self._prompt_lens = ints(table["prompt_len"]).tolist()
+        # Drawn before time runs: drawing one later would hold up a step.
+        self._prompts = [self._draw_prompt(row) for row in range(len(table))]
         self._output_lens = ints(table["output_len"]).tolist()
         self._thinks = ints(table["think_ns"], null=-1).tolist()
         self._row_of = {req_id: row for row, req_id in enumerate(self._req_ids)}
@@ -68,7 +71,7 @@ class TraceClient:
             if engine.now_ns() >= stop_ns:
                 self._stop()
                 stop_ns = math.inf
-            self._send_due(engine.now_ns() - begin_ns)
+            self._send_due(begin_ns)
             if not engine.has_unfinished_requests():
                 if self._due:
                     wait_s = (self._due[0][0] - (engine.now_ns() - begin_ns)) / 1e9
@@ -88,23 +91,26 @@ class TraceClient:
         for req_id in sorted(self._live):
             self.engine.abort_request(req_id)
 
-    def _send_due(self, now_ns: int) -> None:
+    def _send_due(self, begin_ns: int) -> None:
+        """Send what is due by now; it counts as arrived when it was due, not when it was sent."""
+        now_ns = self.engine.now_ns() - begin_ns
         while self._due and self._due[0][0] <= now_ns:
-            _, row = heapq.heappop(self._due)
+            due, row = heapq.heappop(self._due)
             params = SamplingParams(
                 max_tokens=self._output_lens[row], ignore_eos=True, seq_seed=row, temperature=1.0
             )
-            self._live.add(self.engine.add_request(self._prompt(row), params, self._req_ids[row]))
+            name = self.engine.add_request(
+                self._prompts[row].tolist(), params, self._req_ids[row], arrival_ns=begin_ns + due
+            )
+            self._live.add(name)
 
     def _follow(self, row: int, now_ns: int) -> None:
         next_row = self._follower.get(row)
         if next_row is not None:
             heapq.heappush(self._due, (now_ns + self._thinks[next_row], next_row))
 
-    def _prompt(self, row: int) -> list[int]:
+    def _draw_prompt(self, row: int) -> "np.ndarray[Any, np.dtype[np.int32]]":
         dice = np.random.default_rng((self.seed, row))
         lowest = min(3, self.engine.vocab_size - 1)  # ids 0 to 2 are begin, end and padding
-        ids: list[int] = dice.integers(
-            lowest, self.engine.vocab_size, self._prompt_lens[row]
-        ).tolist()
-        return ids
+        shape = (self._prompt_lens[row],)
+        return dice.integers(lowest, self.engine.vocab_size, shape, dtype=np.int32)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from minideepinfer.commands.files import read_run
+from minideepinfer.commands.files import read_run, require_output
 from minideepinfer.commands.screen import show_json, show_table, tell
 
 
@@ -25,12 +25,19 @@ def compare(
     expect_identical: Annotated[
         bool, typer.Option("--expect-identical", help="Exit with 1 when a decision differs.")
     ] = False,
+    html: Annotated[
+        Path | None, typer.Option(help="Write tables and overlaid plots as one page.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw both runs over each other.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Compare two runs: latencies, step times, rates, decisions.
 
     Differences are (b - a) / a.
     """
+    for name, path, ending in (("html", html, ".html"), ("png", png, ".png")):
+        if path is not None:
+            require_output(name, path, (ending,))
     first, second = read_run(a), read_run(b)
     import mdi_analysis
     from minideepinfer.labels import label
@@ -40,8 +47,11 @@ def compare(
     shown = ("a", "b") if names is None else names
     found = mdi_analysis.compare(first, second, shown, slo=slo)
     bases = {shown[0]: label(first.metadata), shown[1]: label(second.metadata)}
+    written = mdi_analysis.save_overlay(found, first, second, html=html, png=png, basis=bases)
+    for path in written:
+        tell(f"wrote {path}")
     if json:
-        show_json({**found.to_dict(), "basis": bases})
+        show_json({**found.to_dict(), "basis": bases, "written": [str(path) for path in written]})
     else:
         rests = [f"{name}: {basis}" for name, basis in bases.items() if basis is not None]
         show_table(found.table(), *rests)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from mdi_traces.requests import RequestTrace
+    from mdi_traces.run import Run
     from mdi_traces.schema import Metadata
 
 LENGTHS = ("prompt_len", "output_len", "cached_len")
@@ -120,18 +121,11 @@ def step_times(steps: "pa.Table") -> dict[str, dict[str, float]]:
     return {kind: medians for kind, medians in found.items() if medians}
 
 
-def slowest_steps(steps: "pa.Table", count: int) -> list[dict[str, Any]]:
-    """Return the steps that held the devices longest, by the rank with the most rows in each."""
-    import numpy as np
+def slowest_steps(run: "Run", count: int) -> list[dict[str, Any]]:
+    """Return the steps that held the devices longest, and why; what is not known is left out."""
+    from mdi_analysis import slowest_steps as slowest
+    from mdi_analysis import steps_frame
+    from mdi_analysis.report import plain
 
-    from mdi_traces.columns import ints
-
-    device_ns = ints(steps["t_dev_end"]) - ints(steps["t_dev_start"])
-    number, rows = ints(steps["step"]), ints(steps["n_tokens"])
-    order = np.lexsort((-rows, number, -device_ns))
-    first = np.sort(np.unique(number[order], return_index=True)[1])  # one rank of each step
-    names = ("step", "rank", "kind", "n_seqs", "n_tokens", "max_k", "n_waiting")
-    return [
-        {name: steps[name][row].as_py() for name in names} | {"device_ms": device_ns[row] / 1e6}
-        for row in order[first[:count]].tolist()
-    ]
+    rows = plain(slowest(steps_frame(run, items=False), count).to_dict("records"))
+    return [{name: value for name, value in row.items() if value is not None} for row in rows]

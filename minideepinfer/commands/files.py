@@ -37,6 +37,15 @@ def require_output(name: str, path: Path, endings: tuple[str, ...] = ()) -> None
         raise ConfigError(name, str(path), f"there is no folder {path.parent}")
 
 
+def require_folder(name: str, path: Path) -> None:
+    """Raise `ConfigError` unless `path` is a folder, or one can be made there."""
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if there == path and not path.is_dir():
+        raise ConfigError(name, str(path), "is a file, must be a folder")
+    if not there.is_dir():
+        raise ConfigError(name, str(path), f"{there} is a file, so no folder can be made in it")
+
+
 def is_run(path: Path) -> bool:
     """Say whether `path` is a run: its prefix, or one of its files with its steps beside it."""
     from mdi_traces.run import run_prefix

@@ -76,7 +76,7 @@ def _show_run(run: "Run", path: Path, head: int, json: bool) -> None:
         "rows": {name: len(table) for name, table in tables.items() if table is not None},
         "origin": origin(run.metadata),
         "step_times_ms": step_times(run.steps_table),
-        "slowest_steps": slowest_steps(run.steps_table, SLOWEST),
+        "slowest_steps": slowest_steps(run, SLOWEST),
         "head": head_rows(run.steps_table, head),
     }
     if json:

@@ -10,19 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mdi_shared.chunking import fallback_note
-from mdi_shared.errors import ConfigError
 from mdi_shared.placement import placement_by_name
 from minideepinfer.commands.declare import Given, takes_options
-from minideepinfer.commands.files import require_output
+from minideepinfer.commands.files import require_folder, require_output
 from minideepinfer.commands.screen import progress, show_json, show_table, tell
 from minideepinfer.commands.simulate_options import SimulateOptions, settle
 from minideepinfer.commands.simulate_setup import (
+    accept_rate,
     make_roofline,
     make_scheduler,
     make_shape,
     make_work,
     memory_note,
     model_note,
+    ranks_note,
     read_cost,
 )
 
@@ -38,7 +39,8 @@ def simulate(given: Given) -> None:
     """Replay a request trace, or a generated workload, in virtual time.
 
     Prints a summary; --out saves the run.
-    Step times come from a roofline (uncalibrated), or from a fitted model with --cost.
+    Step times come from a roofline (uncalibrated), or from a model with --cost,
+    fitted (mdi calibrate) or predicted (mdi transfer).
     """
     options, scheduler_options = settle(given, SimulateOptions)
     fitted = read_cost(options)
@@ -60,12 +62,13 @@ def simulate(given: Given) -> None:
             shape=shape,
             placement=placement,
             seed=options.seed,
-            draft_accept_rate=options.draft_accept_rate,
+            draft_accept_rate=accept_rate(options),
             until_s=options.until_s,
             fast_forward=options.fast_forward,
             on_progress=on_progress,
         )
-    notes = [memory_note(cost, shape, config), model_note(cost, shape), fallback_note(config, cost)]
+    notes = [memory_note(cost, shape, config), model_note(cost, shape),
+             ranks_note(cost, options.ranks), fallback_note(config, cost)]  # fmt: skip
     report(run, options, [*work.metadata.notes, *(note for note in notes if note is not None)])
 
 
@@ -74,8 +77,8 @@ def check_outputs(options: SimulateOptions) -> None:
     make_slo(options)
     if options.out is not None:
         require_output("out", options.out.with_name(f"{options.out.name}.steps.parquet"))
-    if options.plots is not None and options.plots.is_file():
-        raise ConfigError("plots", str(options.plots), "is a file, must be a folder")
+    if options.plots is not None:
+        require_folder("plots", options.plots)
     if options.perfetto is not None:
         require_output("perfetto", options.perfetto, (".json", ".json.gz"))
 

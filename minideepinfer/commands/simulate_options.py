@@ -25,6 +25,7 @@ REQUESTS, ENGINE, CONFIG, RESULTS = "Requests", "Engine", "Configuration", "Resu
 DEFAULT_REQUESTS = 1_000
 DEFAULT_HARDWARE = "h200"
 DEFAULT_MODEL = "v41-flash"
+DEFAULT_ACCEPT_RATE = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,7 @@ class ServingOptions:
     )  # fmt: skip
     cost: Path | None = option(
         None, "--cost", metavar="FILE.json", panel=ENGINE,
-        help="Fitted step-time model instead of the roofline.",
+        help="Fitted or predicted step-time model instead of the roofline.",
     )  # fmt: skip
     ranks: int = option(1, "--ranks", metavar="N", help="Data-parallel ranks.", panel=ENGINE)
     ep: int | None = option(
@@ -90,9 +91,10 @@ class ServingOptions:
         None, "--kv-cache-memory-gb", metavar="GB", panel=ENGINE,
         help="Size of the KV pool, 10^9 bytes, instead of num_blocks.",
     )  # fmt: skip
-    draft_accept_rate: float = option(
-        0.7, "--draft-accept-rate", metavar="P", panel=ENGINE,
-        help="Chance that a draft token is accepted.",
+    draft_accept_rate: float | None = option(
+        None, "--draft-accept-rate", metavar="P", panel=ENGINE,
+        help="Chance that a draft token is accepted "
+        f"(default: {DEFAULT_ACCEPT_RATE}); needs num_draft_tokens.",
     )  # fmt: skip
     seed: int = option(0, "--seed", metavar="N", help="Of workload and acceptance.", panel=ENGINE)
     until_s: float | None = option(
@@ -184,6 +186,12 @@ def _check_source(options: ServingOptions) -> None:
 def _check_engine(options: ServingOptions, scheduler: Mapping[str, Any]) -> None:
     if options.cost is not None:
         _refuse(options, ("hardware", "ep"), "belongs to the roofline, which --cost replaces")
+    rate = options.draft_accept_rate
+    if rate is not None and not 0 <= rate <= 1:
+        raise ConfigError("draft_accept_rate", rate, "must be between 0 and 1")
+    if rate is not None and not scheduler.get("num_draft_tokens"):
+        raise ConfigError("draft_accept_rate", rate, "changes nothing without drafts: give "
+                          "--set num_draft_tokens=N, too")  # fmt: skip
     if options.kv_cache_memory_gb is not None and "num_blocks" in scheduler:
         raise ConfigError("kv_cache_memory_gb", options.kv_cache_memory_gb,
                           f"contradicts num_blocks = {scheduler['num_blocks']}: "

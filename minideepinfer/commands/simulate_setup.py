@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.cost import StepCost
+from mdi_shared.cost_file import read_cost_file
 from mdi_shared.errors import ConfigError
 from mdi_shared.footprint import weight_bytes
 from mdi_shared.hardware import hardware_by_name
 from mdi_shared.linear_cost import LinearCost
+from mdi_shared.predicted_cost import PredictedCost
 from mdi_shared.roofline import RooflineCost
 from mdi_shared.shape import ModelShape, shape_by_name, shape_from_mapping
 from minideepinfer.commands.files import read_requests, require_input
 from minideepinfer.commands.simulate_options import (
+    DEFAULT_ACCEPT_RATE,
     DEFAULT_HARDWARE,
     DEFAULT_MODEL,
     DEFAULT_REQUESTS,
@@ -70,19 +73,27 @@ def _read(options: ServingOptions) -> "RequestTrace":
     )
 
 
-def make_shape(options: ServingOptions, fitted: LinearCost | None) -> ModelShape:
-    """Return the model to simulate: the one named, the one step times were fitted for, or ours."""
-    if options.model is None and fitted is not None and fitted.fit.get("shape"):
-        return shape_from_mapping(fitted.fit["shape"])
+def make_shape(options: ServingOptions, cost: LinearCost | PredictedCost | None) -> ModelShape:
+    """Return the model to simulate: the one named, the one step times are for, or ours.
+
+    Raises `ConfigError` for another model than the one that step times were predicted for.
+    """
+    if isinstance(cost, PredictedCost):
+        if options.model not in (None, cost.shape.name):
+            raise ConfigError("model", options.model, f"step times were predicted for "
+                              f"{cost.shape.name}: see mdi transfer --model")  # fmt: skip
+        return cost.shape
+    if options.model is None and cost is not None and cost.fit.get("shape"):
+        return shape_from_mapping(cost.fit["shape"])
     return shape_by_name(options.model or DEFAULT_MODEL)
 
 
-def read_cost(options: ServingOptions) -> LinearCost | None:
-    """Return the fitted model of `--cost`, if one is given."""
+def read_cost(options: ServingOptions) -> LinearCost | PredictedCost | None:
+    """Return the fitted or predicted model of `--cost`, if one is given."""
     if options.cost is None:
         return None
     require_input(options.cost)
-    return LinearCost.from_json(options.cost)
+    return read_cost_file(options.cost)
 
 
 def make_roofline(options: ServingOptions, shape: ModelShape) -> StepCost:
@@ -120,6 +131,12 @@ def make_scheduler(
     return SchedulerConfig.from_mapping({**given, "num_blocks": num_blocks})
 
 
+def accept_rate(options: ServingOptions) -> float:
+    """Return the chance that a draft token is accepted."""
+    rate = options.draft_accept_rate
+    return DEFAULT_ACCEPT_RATE if rate is None else rate
+
+
 def _with_target(given: Mapping[str, Any], slo_tpot_ms: float | None) -> Mapping[str, Any]:
     """Let the bound on TPOT be the one on gaps that a cost target without any setting follows."""
     wants = given.get("chunk_policy") == "cost_target" and slo_tpot_ms is not None
@@ -129,11 +146,11 @@ def _with_target(given: Mapping[str, Any], slo_tpot_ms: float | None) -> Mapping
 
 
 def memory_note(cost: StepCost, shape: ModelShape, config: SchedulerConfig) -> str | None:
-    """Say when model and KV pool exceed the roofline's device; None when they fit.
+    """Say when model and KV pool exceed the device of a roofline or prediction; None if not.
 
     Experts and Engram tables count as split over `ep` ranks, all other weights on each.
     """
-    if not isinstance(cost, RooflineCost):
+    if not isinstance(cost, RooflineCost | PredictedCost):
         return None
     weights = weight_bytes(shape)
     split = sum(weights[name] for name in SPLIT_WEIGHTS)
@@ -147,6 +164,14 @@ def memory_note(cost: StepCost, shape: ModelShape, config: SchedulerConfig) -> s
         f"{pool / GB:,.1f} GB of caches per device, {cost.hardware.name} has "
         f"{cost.hardware.hbm_bytes / GB:,.0f} GB: predicted as if they fitted"
     )
+
+
+def ranks_note(cost: StepCost, ranks: int) -> str | None:
+    """Say when step times were predicted for another number of ranks than are simulated."""
+    if not isinstance(cost, PredictedCost) or cost.ep == ranks:
+        return None
+    return (f"step times were predicted with experts split over {cost.ep}, but {ranks} "
+            f"rank{'s are' if ranks > 1 else ' is'} simulated")  # fmt: skip
 
 
 def model_note(cost: StepCost, shape: ModelShape) -> str | None:

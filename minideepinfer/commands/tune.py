@@ -24,12 +24,14 @@ from minideepinfer.commands.files import require_output
 from minideepinfer.commands.screen import progress, show_json, show_table, tell
 from minideepinfer.commands.simulate_options import RESULTS, ServingOptions, settle
 from minideepinfer.commands.simulate_setup import (
+    accept_rate,
     make_roofline,
     make_scheduler,
     make_shape,
     make_work,
     memory_note,
     model_note,
+    ranks_note,
     read_cost,
 )
 
@@ -101,13 +103,14 @@ def tune(given: Given) -> None:
             shape=shape,
             placement=placement_by_name(options.placement),
             seed=options.seed,
-            draft_accept_rate=options.draft_accept_rate,
+            draft_accept_rate=accept_rate(options),
             until_s=options.until_s,
             jobs=jobs,
             trials=options.trials,
             on_trial=on_trial,
         )
-    extra = [memory_note(cost, shape, config), model_note(cost, shape)]
+    extra = [memory_note(cost, shape, config), model_note(cost, shape),
+             ranks_note(cost, options.ranks)]  # fmt: skip
     notes = (*work.metadata.notes, *(note for note in extra if note is not None), *found.notes)
     report = TuneReport(found, slo, cost.describe(), notes, scheduler_options, options.cost)
     _show(report, options)

@@ -12,6 +12,9 @@ from typing import Any
 from mdi_shared.errors import ConfigError
 
 UNLIMITED = 2**30
+MOST_SEQS = 65_536  # seats of a rank; each takes memory before the first request comes
+MOST_BLOCKS = 2**24  # two billion tokens at 128 a block; the list of free ones is kept in memory
+MOST_SLOTS_PER_SEAT = 100.0
 WATERMARK = 0.9  # share of the block pool above which no new prefill is wanted (§2.2)
 CHUNK_POLICIES = ("token_budget", "cost_target")
 
@@ -59,10 +62,13 @@ class SchedulerConfig:
             _require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         for name in ("lookahead", "num_draft_tokens", "eos_token_id"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "must be at least 0")
-        _require(self.num_blocks >= 2, "num_blocks", self.num_blocks,
-                 "must be at least 2 (block 0 is reserved)")  # fmt: skip
-        _require(self.state_slot_ratio >= 1.0, "state_slot_ratio", self.state_slot_ratio,
-                 "must be at least 1.0 slot per seat")  # fmt: skip
+        _require(self.max_num_seqs <= MOST_SEQS, "max_num_seqs", self.max_num_seqs,
+                 f"must be between 1 and {MOST_SEQS:,}")  # fmt: skip
+        _require(2 <= self.num_blocks <= MOST_BLOCKS, "num_blocks", self.num_blocks,
+                 f"must be between 2 (block 0 is reserved) and {MOST_BLOCKS:,}")  # fmt: skip
+        _require(1.0 <= self.state_slot_ratio <= MOST_SLOTS_PER_SEAT, "state_slot_ratio",
+                 self.state_slot_ratio,
+                 f"must be between 1.0 and {MOST_SLOTS_PER_SEAT} slots per seat")  # fmt: skip
         self._check_budget()
         self._check_chunk_policy()
 
@@ -79,6 +85,10 @@ class SchedulerConfig:
                      f"without chunked_prefill it must hold a whole prompt, max_model_len = "
                      f"{self.max_model_len}; raise it, lower max_model_len, or set "
                      "chunked_prefill = true")  # fmt: skip
+        _require(self.cp_align <= self.token_budget, "context_parallel_size",
+                 self.context_parallel_size, f"must be at most {self.token_budget // 2}: chunks "
+                 "come in multiples of twice as many tokens and must fit into the token budget of "
+                 f"{self.token_budget}")  # fmt: skip
         _require(self.prefill_max_sum_seqlen_k >= self.prompt_limit, "prefill_max_sum_seqlen_k",
                  self.prefill_max_sum_seqlen_k,
                  f"must be at least the longest prompt admitted, {self.prompt_limit}")  # fmt: skip

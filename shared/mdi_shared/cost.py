@@ -18,40 +18,63 @@ from mdi_shared.work import StepWork
 class HostCost:
     """CPU time around a step, ns (engine-semantics §4.7): planning, launch, processing.
 
-    `idle_ns` is all of it for a step without rows on a rank that has no group to keep company:
-    nothing is laid out, launched or read then. The defaults are assumptions of a plausible size,
-    not measurements. Raises `ConfigError` for a time that is not an int of at least 0.
+    Prompts cost by the token: taking in those that arrive (`ingress_ns_per_token`), laying out and
+    processing those of a prefill step. `prefill_launch_ns` is the time until the device can begin a
+    prefill step, None: as long as a decode step's launch. `idle_ns` is all of it for a step without
+    rows on a rank that has no group to keep company: nothing is laid out, launched or read then.
+    The defaults are assumptions of a plausible size, not measurements; times per token are 0 until
+    measured. Raises `ConfigError` for a time that is not an int of at least 0.
     """
 
     schedule_ns: int = 150_000
     schedule_ns_per_seq: int = 2_000
+    ingress_ns_per_token: int = 0
     launch_ns: int = 200_000
+    prefill_launch_ns: int | None = None
+    prefill_launch_ns_per_token: int = 0
     process_ns: int = 50_000
     process_ns_per_seq: int = 1_000
+    process_ns_per_prompt_token: int = 0
     idle_ns: int = 100_000
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
+            if name == "prefill_launch_ns" and value is None:
+                continue
             if type(value) is not int or value < 0:
                 raise ConfigError(name, value, "must be an int of at least 0 ns")
 
-    def of_step(self, n_seqs: int, *, is_alone: bool) -> tuple[int, int, int]:
-        """Return schedule, launch and process of a step; `is_alone` means a group of one rank."""
+    def of_step(
+        self, n_seqs: int, prompt_tokens: int = 0, *, is_alone: bool
+    ) -> tuple[int, int, int]:
+        """Return schedule, launch and process of a step.
+
+        `prompt_tokens` are those of a prefill step, 0 otherwise; `is_alone` means a group of one.
+        """
         if n_seqs == 0 and is_alone:
             return self.idle_ns, 0, 0
-        return self.schedule(n_seqs), self.launch(n_seqs), self.process(n_seqs)
+        launch, process = self.launch(prompt_tokens), self.process(n_seqs, prompt_tokens)
+        return self.schedule(n_seqs), launch, process
 
     def schedule(self, n_seqs: int) -> int:
-        """Return the time to plan a step and prepare its inputs, ns."""
+        """Return the time to plan a step, ns."""
         return self.schedule_ns + self.schedule_ns_per_seq * n_seqs
 
-    def launch(self, n_seqs: int) -> int:
-        """Return the time to hand a step to the device, ns; the same for every batch."""
-        return self.launch_ns
+    def ingress(self, prompt_tokens: int) -> int:
+        """Return the time to take in requests with so many prompt tokens, ns."""
+        return self.ingress_ns_per_token * prompt_tokens
 
-    def process(self, n_seqs: int) -> int:
+    def launch(self, prompt_tokens: int = 0) -> int:
+        """Return the time to prepare a step and hand it to the device, ns."""
+        if not prompt_tokens:
+            return self.launch_ns
+        base = self.launch_ns if self.prefill_launch_ns is None else self.prefill_launch_ns
+        return base + self.prefill_launch_ns_per_token * prompt_tokens
+
+    def process(self, n_seqs: int, prompt_tokens: int = 0) -> int:
         """Return the time to process a step's results, ns."""
-        return self.process_ns + self.process_ns_per_seq * n_seqs
+        per_token = self.process_ns_per_prompt_token * prompt_tokens
+        return self.process_ns + self.process_ns_per_seq * n_seqs + per_token
 
 
 NO_HOST_COST = HostCost(

@@ -196,21 +196,21 @@ class LinearCost:
         Raises `ConfigError` for an unreadable file, a missing or unknown key, and a coefficient
         that is no finite number of at least 0.
         """
-        data = _object(
+        data = require_object(
             "cost model",
-            source if isinstance(source, Mapping) else _read(Path(source)),
+            source if isinstance(source, Mapping) else read_json(Path(source)),
             ("schema_version", "units", "prefill", "decode", "host"),
             optional=("fit",),
         )
         for name, expected in (("schema_version", SCHEMA_VERSION), ("units", UNITS)):
             if data[name] != expected:
                 raise ConfigError(name, data[name], f"must be {expected!r}")
-        prefill = _object("prefill", data["prefill"], ("terms", "ranges"), optional=("base",))
-        decode = _object("decode", data["decode"], ("terms", "graphs", "ranges"))
-        prefill_terms = _object("prefill.terms", prefill["terms"], PREFILL_TERMS)
-        decode_terms = _object("decode.terms", decode["terms"], DECODE_TERMS)
-        host_names = tuple(f.name for f in fields(HostCost) if f.name != "idle_ns")
-        host = _object("host", data["host"], host_names, optional=("idle_ns",))
+        prefill = require_object(
+            "prefill", data["prefill"], ("terms", "ranges"), optional=("base",)
+        )
+        decode = require_object("decode", data["decode"], ("terms", "graphs", "ranges"))
+        prefill_terms = require_object("prefill.terms", prefill["terms"], PREFILL_TERMS)
+        decode_terms = require_object("decode.terms", decode["terms"], DECODE_TERMS)
         return cls(
             prefill=PrefillTerms(
                 **prefill_terms, base=_int_pairs("prefill.base", prefill.get("base", ()))
@@ -220,14 +220,23 @@ class LinearCost:
             ),
             prefill_ranges=_read_ranges("prefill.ranges", prefill["ranges"]),
             decode_ranges=_read_ranges("decode.ranges", decode["ranges"]),
-            host=HostCost(**host),
-            fit=_mapping("fit", data.get("fit", {})),
+            host=host_from_json(data["host"]),
+            fit=require_mapping("fit", data.get("fit", {})),
         )
 
 
 def _require_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
         raise ConfigError(name, value, "must be a finite number of at least 0")
+
+
+HOST_TERMS = ("schedule_ns", "schedule_ns_per_seq", "launch_ns", "process_ns", "process_ns_per_seq")
+
+
+def host_from_json(value: object) -> HostCost:
+    """Build the host's costs from a model file; terms that earlier files lack may be missing."""
+    later = tuple(f.name for f in fields(HostCost) if f.name not in HOST_TERMS)
+    return HostCost(**require_object("host", value, HOST_TERMS, optional=later))
 
 
 def _require_ascending(name: str, table: tuple[tuple[int, int], ...]) -> None:
@@ -251,17 +260,18 @@ def _require_ranges(
             raise ConfigError(f"{where}.{name}", (least, greatest), "must be (least, greatest)")
 
 
-def _mapping(where: str, data: object) -> dict[str, Any]:
+def require_mapping(where: str, data: object) -> dict[str, Any]:
+    """Return `data` as a dict when it is an object; raise `ConfigError` naming `where` if not."""
     if not isinstance(data, Mapping):
         raise ConfigError(where, data, "must be an object")
     return dict(data)
 
 
-def _object(
+def require_object(
     where: str, data: object, required: tuple[str, ...], optional: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Return `data` when it is an object with just these keys."""
-    checked = _mapping(where, data)
+    """Return `data` when it is an object with just these keys; raise `ConfigError` if not."""
+    checked = require_mapping(where, data)
     for name in required:
         if name not in checked:
             raise ConfigError(f"{where}.{name}", None, "is missing")
@@ -285,10 +295,11 @@ def _int_pairs(where: str, values: object) -> tuple[tuple[int, int], ...]:
 
 
 def _read_ranges(where: str, data: object) -> dict[str, tuple[int, int]]:
-    return {n: _int_pair(f"{where}.{n}", seen) for n, seen in _mapping(where, data).items()}
+    return {n: _int_pair(f"{where}.{n}", seen) for n, seen in require_mapping(where, data).items()}
 
 
-def _read(path: Path) -> object:
+def read_json(path: Path) -> object:
+    """Return what a JSON file holds; raise `ConfigError` when it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

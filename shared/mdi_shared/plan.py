@@ -94,6 +94,11 @@ class StepPlan:
     def is_prefill(self) -> bool:
         return self.kind in (PREFILL, IDLE_PREFILL)
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Rows of a prefill step, 0 for any other."""
+        return sum(self.qs) if self.kind == PREFILL else 0
+
     def to_json(self) -> dict[str, Any]:
         """Return plain dicts, lists, ints and strings; `from_json` inverts it."""
         return asdict(self)

@@ -120,7 +120,12 @@ class PrefillSelection:
         assert tokens > 0 or batch.picked, "an empty step has room for no token at all"
         if tokens < work and not config.chunked_prefill:
             return 0
-        return tokens if tokens >= max(config.lookahead, 1) else 0
+        if config.strict_upstream:
+            return tokens if tokens >= max(config.lookahead, 1) else 0
+        # A short chunk waits for a step with more room. The end of a prompt never gets longer, and
+        # nothing comes before the first chunk of a step: waiting would help neither (§2.3, 11).
+        is_short = tokens < config.lookahead and tokens < work
+        return 0 if is_short and batch.picked else tokens
 
     def _take_head(self, batch: PrefillBatch, seq: Sequence, tokens: int) -> bool:
         """Commit the head to the step; return True when its prompt stays partial."""

@@ -22,6 +22,9 @@ class State(IntEnum):
     PREEMPTED = 6
 
 
+# Why a request has no finish reason when the run ended before its arrival.
+NOT_ARRIVED = "had not arrived"
+
 REASONS = {
     State.STOPPED: "stop",
     State.LENGTH_CAPPED: "length",

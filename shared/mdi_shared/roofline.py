@@ -23,7 +23,9 @@ class Efficiencies:
 
     The defaults are assumptions, not measurements: 60 % of peak arithmetic and 70 % of peak
     bandwidth are what good kernels reach at large sizes, and 10 us per layer stand for kernel
-    launches and the latency of collectives. Raises `ConfigError` outside (0, 1] and below 0.
+    launches and the latency of collectives. `tensor` is the share of FP8 tensor cores, and of
+    bf16 ones unless `tensor_bf16` states their own. Raises `ConfigError` outside (0, 1] and
+    below 0.
     """
 
     tensor: float = 0.6
@@ -31,6 +33,7 @@ class Efficiencies:
     memory: float = 0.7
     link: float = 0.7
     overhead_ns_per_layer: int = 10_000
+    tensor_bf16: float | None = None
 
     def __post_init__(self) -> None:
         for field, value in (
@@ -38,12 +41,25 @@ class Efficiencies:
             ("vector", self.vector),
             ("memory", self.memory),
             ("link", self.link),
+            ("tensor_bf16", self.bf16),
         ):
             if not 0 < value <= 1:
                 raise ConfigError(field, value, "must be above 0 and at most 1")
         if self.overhead_ns_per_layer < 0:
             raise ConfigError("overhead_ns_per_layer", self.overhead_ns_per_layer,
                               "must be at least 0")  # fmt: skip
+
+    @property
+    def bf16(self) -> float:
+        """The share of peak rate that bf16 tensor cores reach."""
+        return self.tensor if self.tensor_bf16 is None else self.tensor_bf16
+
+
+# All of the peak rates and no fixed time: the floor that efficiencies are shares of.
+PEAK = Efficiencies(tensor=1.0, vector=1.0, memory=1.0, link=1.0, overhead_ns_per_layer=0)
+
+# Which units a component computes on, in the order of `ByComponent`; exchange computes nothing.
+UNITS_OF_COMPONENT = ("fp8", "fp32", "fp8", "fp8", "bf16", "fp8", None, "bf16")
 
 
 class ComponentTime(NamedTuple):
@@ -93,12 +109,16 @@ class RooflineCost:
         self.shape = shape
         self.ep = ep
         fp8 = 1e9 / (hardware.fp8_flops_per_s * share.tensor)
-        bf16 = 1e9 / (hardware.bf16_flops_per_s * share.tensor)
+        bf16 = 1e9 / (hardware.bf16_flops_per_s * share.bf16)
         fp32 = 1e9 / (hardware.fp32_flops_per_s * share.vector)
         hbm = 1e9 / (hardware.hbm_bytes_per_s * share.memory)
         link = 1e9 / (hardware.nvlink_bytes_per_s * share.link)
-        # ns per FP8-equivalent FLOP: one bf16 operation counts 2, f32 counts 4, FP4 a half.
-        self._compute = (fp8, fp32 / 4, fp8, fp8 * 2, bf16 / 2, fp8, 0.0, bf16 / 2)
+        # ns per FP8-equivalent FLOP: one bf16 operation counts 2, f32 counts 4, FP4 a half. Index
+        # scores are counted as FP4 and run as FP8.
+        rate = {"fp8": fp8, "fp32": fp32 / 4, "bf16": bf16 / 2, None: 0.0}
+        rates = [rate[units] for units in UNITS_OF_COMPONENT]
+        rates[ByComponent._fields.index("index_scores")] *= 2
+        self._compute = tuple(rates)
         self._memory = (hbm, hbm, hbm, hbm, hbm, hbm, link, hbm)
         assert len(self._compute) == len(self._memory) == len(ByComponent._fields)
         self._overhead_ns = float(shape.num_hidden_layers * share.overhead_ns_per_layer)

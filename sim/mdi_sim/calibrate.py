@@ -54,7 +54,7 @@ def fit_runs(runs: Sequence[Recorded], *, allow_constant: bool = False) -> Linea
     for steps in (prefill, decode):
         require_informative(steps, allow_constant=allow_constant)
     fitted = fit_prefill(prefill), fit_decode(decode)
-    host, host_report = fit_host(tables)
+    host, host_report = fit_host([(run.steps, run.requests) for run in runs])
     first = runs[0].metadata
     prefill_terms, decode_terms = fitted[0].terms, fitted[1].terms
     assert isinstance(prefill_terms, PrefillTerms), "as fitted"
@@ -85,7 +85,7 @@ def _units() -> dict[str, Any]:
     return {
         "prefill": {**{name: _unit(name) for name in PREFILL_TERMS}, "base": "ns by rows"},
         "decode": {**{name: _unit(name) for name in DECODE_TERMS}, "graphs": "ns by rows"},
-        "host": "ns per step, or per step and sequence (_per_seq)",
+        "host": "ns per step; _per_seq: and sequence; _per_token: and prompt token",
     }
 
 

@@ -22,7 +22,7 @@ from mdi_sim.features import FEATURES, PREFILL, Steps
 from mdi_traces.columns import ints
 from mdi_traces.io import read_table
 from mdi_traces.run import run_prefix
-from mdi_traces.schema import METADATA_KEY, SCHEMA_VERSION, STEPS, Metadata
+from mdi_traces.schema import METADATA_KEY, REQUESTS, SCHEMA_VERSION, STEPS, Metadata
 
 FEWEST_STEPS = 30  # of a kind, those left out not counted
 KEPT_OPTIONS = ("scheduler", "engine", "ranks", "provenance")
@@ -32,11 +32,15 @@ DECISIVE = {PREFILL: ("rows", "cached_rows", "n_seqs"), "decode": ("rows", "sum_
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One run's steps. `name` is the run's, without its folder; `sha256` is the step file's."""
+    """One run's steps and requests.
+
+    `name` is the run's, without its folder; `sha256` is the step file's.
+    """
 
     name: str
     sha256: str
     steps: pa.Table
+    requests: pa.Table
     metadata: Metadata
 
     def describe(self) -> dict[str, Any]:
@@ -55,7 +59,7 @@ class Recorded:
 
 
 def read_recorded(path: str | os.PathLike[str]) -> Recorded:
-    """Read the steps of a run, given its prefix or one of its files.
+    """Read the steps and requests of a run, given its prefix or one of its files.
 
     Raises `TraceError` when they cannot be read, have another schema version than today's (older
     ones lack host times), or come from several ranks.
@@ -73,7 +77,8 @@ def read_recorded(path: str | os.PathLike[str]) -> Recorded:
         raise TraceError(file, "has several ranks, whose steps wait for each other: calibrate "
                          "from runs of one rank")  # fmt: skip
     digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    return Recorded(Path(base).name, digest, table, metadata)
+    requests, _ = read_table(f"{base}.requests.parquet", REQUESTS)
+    return Recorded(Path(base).name, digest, table, requests, metadata)
 
 
 def _stored_version(file: str) -> int:

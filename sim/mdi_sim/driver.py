@@ -85,6 +85,7 @@ class RankDriver:
         self.on_progress = on_progress
         self.poll_ns = 0
         self.wait_ns = 0  # spent at barriers since the last poll
+        self.ingress_ns = 0  # what taking in the arrivals of the last poll costs
         self._flights: deque[_Flight] = deque()
         self._due_waiting: list[int] = []  # since the poll, per repeat: arrivals not yet polled
 
@@ -140,6 +141,7 @@ class RankDriver:
             if stop is not None:
                 self.outcomes.stops[seq_id] = stop
             arrivals.append(request)
+        self.ingress_ns = self.cost.host.ingress(sum(new.prompt_len for new in arrivals))
         return News(tuple(arrivals))
 
     def _check_time(self, now_ns: int) -> None:
@@ -159,7 +161,7 @@ class RankDriver:
     def _launch(self, effect: Launch) -> Generator[simpy.Event, None, int]:
         plan = effect.plan
         schedule, launch, _ = self._host_times(plan)
-        planned = self.now + schedule
+        planned = self.now + self.ingress_ns + schedule
         yield from self._sleep_until(planned + launch)
         if plan.is_prefill or not self.fast_forward or effect.repeats_if_quiet == 1:
             self._take_off(plan, step_work(self.shape, plan), planned, self.now)
@@ -201,7 +203,9 @@ class RankDriver:
 
     def _host_times(self, plan: StepPlan) -> tuple[int, int, int]:
         """Return what planning, launching and processing a step take, ns."""
-        return self.cost.host.of_step(len(plan.seq_ids), is_alone=self.group.size == 1)
+        return self.cost.host.of_step(
+            len(plan.seq_ids), plan.prompt_tokens, is_alone=self.group.size == 1
+        )
 
     def _take_off(
         self, plan: StepPlan, work: StepWork, planned_ns: int, launched_ns: int, repeat: int = 0

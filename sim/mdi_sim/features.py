@@ -18,16 +18,14 @@ from numpy.typing import NDArray
 
 from mdi_shared.linear_cost import DECODE_FEATURES, PREFILL_FEATURES, LinearCost
 from mdi_traces.columns import Bools, Ints, codes, floats, ints
+from mdi_traces.step_features import COLUMN_OF, SLOW_LAUNCH, is_compile, is_warm
 
 Floats = NDArray[np.float64]
 
 PREFILL, DECODE = "prefill", "decode"
 FEATURES: Mapping[str, tuple[str, ...]] = {PREFILL: PREFILL_FEATURES, DECODE: DECODE_FEATURES}
-_COLUMN_OF = {"rows": "n_tokens", "consumer_rows": "n_consumer_rows", "cached_rows": "sum_k"}
 
 LONG_CONTEXT = 8_192  # tokens: longer contexts count as long in error tables
-SLOW_LAUNCH = 10.0  # times the median: the host compiled a kernel, which says nothing of a device
-SHORTEST_COMPILE_MS = 100.0  # hiccups below belong to a step's time
 FEWEST_OWN = 3  # undisturbed steps of a graph that make the disturbed ones dispensable
 
 
@@ -93,7 +91,7 @@ def _octave(values: NDArray[Any]) -> NDArray[Any]:
 
 def step_features(table: pa.Table, kind: str) -> Floats:
     """Return the features of all rows of a step table as [steps, features]."""
-    columns = [ints(table[_COLUMN_OF.get(name, name)]) for name in FEATURES[kind]]
+    columns = [ints(table[COLUMN_OF.get(name, name)]) for name in FEATURES[kind]]
     return np.stack(columns, axis=1).astype(np.float64)
 
 
@@ -127,12 +125,11 @@ def _gather(table: pa.Table, kind: str, usual_ms: float) -> Steps:
     busy = kind_rows(table, kind)
     graph = ints(table["graph_size"])
     ns = (ints(table["t_dev_end"]) - ints(table["t_dev_start"])).astype(np.float64)
-    warm = _is_warm(graph, busy)
+    warm = is_warm(graph, busy)
     starved = np.zeros(len(table), dtype=bool)
     if kind == DECODE:
         starved = _is_starved(table, busy & warm, graph)
-    launch_ms = np.nan_to_num(floats(table["cpu_launch_ms"]))
-    slow = busy & warm & (launch_ms > max(SLOW_LAUNCH * usual_ms, SHORTEST_COMPILE_MS))
+    slow = busy & warm & is_compile(floats(table["cpu_launch_ms"]), usual_ms)
     timeless = busy & warm & ~starved & ~slow & (ns <= 0)
     keep = busy & warm & ~starved & ~slow & ~timeless
     reasons = {
@@ -145,16 +142,6 @@ def _gather(table: pa.Table, kind: str, usual_ms: float) -> Steps:
         kind, step_features(table, kind)[keep], ns[keep], graph[keep], ints(table["max_k"])[keep],
         {reason: int(which.sum()) for reason, which in reasons.items() if which.any()},
     )  # fmt: skip
-
-
-def _is_warm(graph: Ints, busy: Bools) -> Bools:
-    """False for the first busy step (kernels compile) and each graph's first (it is captured)."""
-    warm = np.ones(len(graph), dtype=bool)
-    rows = np.flatnonzero(busy)
-    _, first = np.unique(graph[rows], return_index=True)
-    warm[rows[first]] = False
-    warm[rows[:1]] = False
-    return warm
 
 
 def _usual_launch_ms(tables: Sequence[pa.Table], kind: str) -> float:

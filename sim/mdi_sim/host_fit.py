@@ -1,15 +1,16 @@
 """Fits the host's share of a step: planning, launch, processing, as the simulator charges them.
 
-The simulator's host does one thing after the other (engine-semantics §4.7): poll and plan, launch,
-wait for a step, process it, and again. A recording has more marks; between two of them the host
-was busy with one of these. So planning begins when the host was done with the turn before, launch
-ends when all work is queued, and processing begins when the device is done or the host begins to
-wait, whichever is later. A decode step's launch is charged; a prefill's runs beside the device.
+The simulator's host does one thing after the other (engine-semantics §4.7): take in arrivals, plan,
+launch, wait for a step, process it, and again. A recording has more marks; between two of them the
+host was busy with one of these. So planning begins when the host was done with the turn before, a
+decode step's launch ends when all work is queued, and processing begins when the device is done or
+the host begins to wait, whichever is later. Most of a prefill's launch runs beside the device: what
+counts is until the device begins, seen where it had nothing else to do. Prompts cost by the token.
 
 Read next: `mdi_sim/driver.py` (what charges these times), docs/calibration.md.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ import pyarrow as pa
 from mdi_shared.cost import HostCost
 from mdi_sim.features import DECODE, PREFILL, Floats, kind_rows
 from mdi_sim.robust import fit_nonnegative
-from mdi_traces.columns import Bools, Ints, floats, ints, valid_rows
+from mdi_traces.columns import Bools, Ints, floats, ints
 
 MS = 1e6  # ns
 
@@ -28,14 +29,17 @@ MS = 1e6  # ns
 class HostTimes:
     """Host times of steps with rows, ns; NaN where a step says nothing about one.
 
-    `idle` are whole turns of steps without rows, of which the other arrays hold nothing. `ingress`
-    is how long an arrival that found the engine idle waited to be seen, `gap` how long
-    the device was idle before the step, `arrived` says that requests came before the step.
+    `idle` are whole turns of steps without rows, of which the other arrays hold nothing: from one
+    such turn's look for arrivals to the next one's. The last of a row of them overlaps with a step
+    that has rows, and says nothing. `ingress` is how long an arrival that found the engine idle
+    waited to be seen, `gap` how long the device was idle before the step. `rows` are a prefill
+    step's tokens (0 for decode), `arrived` the prompt tokens of requests taken in before the step.
     """
 
     n_seqs: Floats
+    rows: Floats
+    arrived: Floats
     is_decode: Bools
-    arrived: Bools
     schedule: Floats
     launch: Floats
     process: Floats
@@ -44,8 +48,8 @@ class HostTimes:
     gap: Floats
 
 
-def host_times(table: pa.Table) -> HostTimes:
-    """Read the host's times off the step table of a one-rank run."""
+def host_times(table: pa.Table, requests: pa.Table) -> HostTimes:
+    """Read the host's times off the step and request tables of a one-rank run."""
     t_sched, t_launch, t_done = (ints(table[n]) for n in ("t_sched", "t_launch", "t_done"))
     planned = t_sched + (floats(table["cpu_sched_ms"]) + floats(table["wait_ms"])) * MS
     queued = t_launch + np.nan_to_num(floats(table["cpu_launch_ms"])) * MS
@@ -59,15 +63,19 @@ def host_times(table: pa.Table) -> HostTimes:
     gap = floats(table["gap_ms"]) * MS
     decode = kind_rows(table, DECODE)
     busy = decode | kind_rows(table, PREFILL)
+    turns = np.diff(t_sched)[~busy[:-1] & ~busy[1:]]
+    started = np.where(gap > 0, ints(table["t_dev_start"]) - planned, np.nan)
+    launch = np.where(decode, queued - planned, started)
     # Device marks lie some microseconds off on the host's clock: no time is below zero.
     return HostTimes(
         n_seqs=ints(table["n_seqs"])[busy].astype(np.float64),
+        rows=np.where(decode, 0, ints(table["n_tokens"]))[busy].astype(np.float64),
+        arrived=_arrived_tokens(requests, t_sched)[busy],
         is_decode=decode[busy],
-        arrived=valid_rows(table["ingress_ms"])[busy],
         schedule=np.maximum(schedule, 0.0)[busy],
-        launch=np.maximum(queued - planned, 0.0)[busy],
+        launch=np.maximum(launch, 0.0)[busy],
         process=np.maximum(t_done - began, 0.0)[busy],
-        idle=np.maximum(schedule + (queued - planned) + (t_done - began), 0.0)[~busy],
+        idle=turns.astype(np.float64),
         ingress=np.where(idle, ingress, np.nan)[busy],
         gap=np.where(idle, np.nan, gap)[busy],
     )
@@ -88,54 +96,63 @@ def _found_idle(table: pa.Table, t_sched: Ints, t_done: Ints) -> Bools:
     return idle
 
 
-def fit_host(tables: Sequence[pa.Table]) -> tuple[HostCost, dict[str, Any]]:
-    """Fit the host's costs to step tables and return them with their diagnostics, times in ns."""
-    parts = [host_times(table) for table in tables]
-    n_seqs = np.concatenate([part.n_seqs for part in parts])
-    is_decode = np.concatenate([part.is_decode for part in parts])
-    arrived = np.concatenate([part.arrived for part in parts])
-    times = {
-        name: np.concatenate([getattr(part, name) for part in parts])
-        for name in ("schedule", "launch", "process", "idle", "ingress", "gap")
+def _arrived_tokens(requests: pa.Table, t_sched: Ints) -> Floats:
+    """Return the prompt tokens that arrived between each step's look for arrivals and the last."""
+    arrival, prompt = ints(requests["arrival_ns"]), ints(requests["prompt_len"])
+    order = np.argsort(arrival, kind="stable")
+    upto = np.concatenate([[0], np.cumsum(prompt[order])])
+    seen = upto[np.searchsorted(arrival[order], t_sched, side="right")]
+    return np.diff(seen, prepend=0).astype(np.float64)
+
+
+def fit_host(runs: Sequence[tuple[pa.Table, pa.Table]]) -> tuple[HostCost, dict[str, Any]]:
+    """Fit the host's costs to runs' step and request tables; diagnostics are times in ns."""
+    parts = [host_times(steps, requests) for steps, requests in runs]
+    all_of = {name: np.concatenate([getattr(part, name) for part in parts])
+              for name in HostTimes.__annotations__}  # fmt: skip
+    n_seqs, rows, arrived = all_of["n_seqs"], all_of["rows"], all_of["arrived"]
+    decode, prefill = all_of["is_decode"], ~all_of["is_decode"]
+    schedule, plan_report = _fit(all_of["schedule"], {"seq": n_seqs, "arrived": arrived})
+    launch, launch_report = _fit(np.where(decode, all_of["launch"], np.nan), {})
+    begin, begin_report = _fit(np.where(prefill, all_of["launch"], np.nan), {"row": rows})
+    process, process_report = _fit(all_of["process"], {"seq": n_seqs, "row": rows})
+    report = {
+        "schedule": plan_report,
+        "launch": launch_report,
+        "launch of prefill, until it begins": begin_report,
+        "process": process_report,
+        "turns without rows": _spread(all_of["idle"]),
+        "ingress of an idle engine": _spread(all_of["ingress"]),
+        "device idle before a decode step": _spread(all_of["gap"][decode]),
+        "device idle before a prefill step": _spread(all_of["gap"][prefill]),
     }
-    quiet = {"schedule": ~arrived, "launch": is_decode, "process": np.ones(len(n_seqs), dtype=bool)}
-    lines: dict[str, tuple[int, int]] = {}
-    report: dict[str, Any] = {}
-    for name, which in quiet.items():
-        lines[name], report[name] = _line(n_seqs, times[name], which, has_slope=name != "launch")
-    prefill = ~is_decode
-    report["turns without rows"] = _spread(times["idle"])
-    report["launch of prefill, beside the device"] = _spread(times["launch"][prefill])
-    report["schedule with arrivals"] = _spread(times["schedule"][arrived])
-    report["ingress of an idle engine"] = _spread(times["ingress"])
-    report["device idle before a decode step"] = _spread(times["gap"][is_decode])
-    report["device idle before a prefill step"] = _spread(times["gap"][prefill])
-    (schedule, schedule_n), (launch, _), (process, process_n) = lines.values()
     cost = HostCost(
-        schedule_ns=schedule, schedule_ns_per_seq=schedule_n, launch_ns=launch,
-        process_ns=process, process_ns_per_seq=process_n,
+        schedule_ns=schedule["const"], schedule_ns_per_seq=schedule["seq"],
+        ingress_ns_per_token=schedule["arrived"], launch_ns=launch["const"],
+        prefill_launch_ns=begin["const"] if begin_report["n"] else None,
+        prefill_launch_ns_per_token=begin["row"],
+        process_ns=process["const"], process_ns_per_seq=process["seq"],
+        process_ns_per_prompt_token=process["row"],
         # A turn that was never seen empty takes at most what planning takes.
-        idle_ns=round(report["turns without rows"].get("p50_ns", schedule)),
+        idle_ns=round(report["turns without rows"].get("p50_ns", schedule["const"])),
     )  # fmt: skip
     return cost, report
 
 
-def _line(
-    n_seqs: Floats, times: Floats, which: Bools, *, has_slope: bool
-) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Fit a constant and a time per sequence, ns; all steps serve where `which` leaves none."""
+def _fit(times: Floats, per: Mapping[str, Floats]) -> tuple[dict[str, int], dict[str, Any]]:
+    """Fit a constant and a time per unit of each column, ns; NaN times say nothing."""
     known = ~np.isnan(times)
-    use = known & which if bool((known & which).any()) else known
-    if not use.any():
-        return (0, 0), {"n": 0}
-    columns = [np.ones(int(use.sum()))]
-    if has_slope and np.ptp(n_seqs[use]) > 0:
-        columns.append(n_seqs[use])
-    x, y = np.column_stack(columns), times[use]
-    rates = fit_nonnegative(x, y, np.ones(len(y)))
-    const, slope = (round(float(rate)) for rate in (*rates, 0.0)[:2])
-    missed = const + slope * n_seqs[use] - y
-    return (const, slope), {
+    rates = dict.fromkeys(("const", *per), 0)
+    if not known.any():
+        return rates, {"n": 0}
+    varying = [name for name, column in per.items() if np.ptp(column[known]) > 0]
+    x = np.column_stack([np.ones(int(known.sum())), *(per[name][known] for name in varying)])
+    y = times[known]
+    solved = fit_nonnegative(x, y, np.ones(len(y)))
+    rates |= {name: round(float(rate)) for name, rate in
+              zip(("const", *varying), solved, strict=True)}  # fmt: skip
+    missed = x @ solved - y
+    return rates, {
         **_spread(y),
         "mean_absolute_error_ns": float(np.abs(missed).mean()),
         "bias_ns": float(missed.mean()),

@@ -23,6 +23,8 @@ from mdi_shared.linear_cost import LinearCost
 from mdi_shared.loop import Answer, Effect, Launch, News, Poll
 from mdi_shared.placement import RoundRobin
 from mdi_shared.plan import StepResult
+from mdi_shared.predicted_cost import KIND as PREDICTED
+from mdi_shared.predicted_cost import PredictedCost
 from mdi_shared.request import Request
 from mdi_shared.roofline import RooflineCost
 from mdi_shared.scheduler import Scheduler
@@ -92,6 +94,8 @@ def _recorded_policy(recorded: Run, config: SchedulerConfig, shape: ModelShape) 
     described = options.get("chunk_cost") or options.get("cost")
     if isinstance(described, dict) and described.get("kind") == "linear":
         return make_policy(config, shape, LinearCost.from_description(described))
+    if isinstance(described, dict) and described.get("kind") == PREDICTED:
+        return make_policy(config, shape, PredictedCost.from_json(described))
     if described != known.describe():
         raise ConfigError("chunk_cost", described, "the record's metadata must hold the step times "
                           "that its chunks were chosen by")  # fmt: skip

@@ -23,7 +23,7 @@ from mdi_shared.shape import V41_FLASH, ModelShape
 from mdi_sim.driver import RankDriver, TimeIsUp
 from mdi_sim.group import Group
 from mdi_sim.outcomes import Outcomes
-from mdi_sim.source import Source
+from mdi_sim.source import make_sources
 from mdi_sim.workload import Workload
 from mdi_traces.recorder import RankRecorder
 from mdi_traces.requests import RequestTrace
@@ -56,9 +56,9 @@ def simulate(
     `ranks` data-parallel ranks share one step kind and meet at every step. Requests keep the rank
     their trace names, the others are placed by `placement` (left out: round robin), a session as
     a whole. The run stops at `until_s` virtual seconds; what has not ended by then is reported
-    unfinished. `fast_forward=False` runs every decode step through the loop; the result is the
-    same. `on_progress` is called with the number of requests that just ended. `chunk_cost` is what
-    the chunk policy believes of step times (left out: `cost`); it may be wrong about them.
+    unfinished, and apart what had not arrived. `fast_forward=False` runs every decode step through
+    the loop; the result is the same. `on_progress` is called with the number of requests that just
+    ended. `chunk_cost` is what the chunk policy believes of step times (left out: `cost`).
 
     Raises `ConfigError` for options that contradict each other or a KV pool that could not serve
     one request of `max_model_len`, and `DeadlockError` when no step can ever help (only the
@@ -70,7 +70,7 @@ def simulate(
     workload = Workload(trace, ranks, placement if placement is not None else RoundRobin())
     env = simpy.Environment()
     group = Group(env, ranks)
-    sources = [Source(arrivals) for arrivals in workload.arrivals]
+    sources = make_sources(workload.arrivals)
     policy = make_policy(config, shape, cost if chunk_cost is None else chunk_cost)
     schedulers = [Scheduler(config, policy) for _ in range(ranks)]
     recorders = [RankRecorder(rank, drafting=config.num_draft_tokens > 0) for rank in range(ranks)]
@@ -90,12 +90,10 @@ def simulate(
             on_progress=on_progress,
         )
         env.process(driver.run())
-    reason = RAN_DRY
-    try:
-        env.run()
-    except TimeIsUp:
-        reason = f"time limit of {until_s:g} s"
-    _close(recorders, schedulers)
+    reason, end_ns = _run(env, until_s)
+    for recorder, finished in zip(recorders, schedulers, strict=True):
+        pool = (finished.queues.blocks.num_free, finished.queues.slots.num_free)
+        recorder.closed(finished.unfinished(), pool)
     return build_run(
         recorders,
         trace,
@@ -104,13 +102,18 @@ def simulate(
         run_id=f"simulated-{seed}",
         arrived_ns={row: t for source in sources for row, t in source.arrived_ns.items()},
         unfinished_reason=reason,
+        not_arrived=[row for source in sources for row in source.not_arrived(end_ns)],
     )
 
 
-def _close(recorders: list[RankRecorder], schedulers: list[Scheduler]) -> None:
-    for recorder, finished in zip(recorders, schedulers, strict=True):
-        pool = (finished.queues.blocks.num_free, finished.queues.slots.num_free)
-        recorder.closed(finished.unfinished(), pool)
+def _run(env: simpy.Environment, until_s: float | None) -> tuple[str, int]:
+    """Run to the end; return why what is open then is open, and when the end was, ns."""
+    try:
+        env.run()
+    except TimeIsUp:
+        assert until_s is not None, "there is a limit to reach"
+        return f"time limit of {until_s:g} s", int(until_s * 1e9)
+    return RAN_DRY, int(env.now)
 
 
 def _check(config: SchedulerConfig, ranks: int, accept_rate: float, until_s: float | None) -> None:

@@ -7,7 +7,8 @@ what time it is.
 
 import heapq
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,20 +16,25 @@ class Arrivals:
     """The rows of a request trace that one rank serves, in trace order.
 
     `times_ns[i]` is the arrival of trace row `rows[i]`, or None when row `follows[i]` of the trace
-    must end first and `think_ns[i]` then pass.
+    must end first and `think_ns[i]` then pass. `elsewhere` names the rank of a next turn that
+    another rank serves.
     """
 
     rows: tuple[int, ...]
     times_ns: tuple[int | None, ...]
     follows: dict[int, tuple[int, int]]  # trace row -> (row of the next turn, its think time in ns)
+    elsewhere: dict[int, int] = field(default_factory=dict)  # row of the next turn -> its rank
 
 
 class Source:
-    """Hands out trace rows as they fall due. Equal times come in trace order."""
+    """Hands out trace rows as they fall due. Equal times come in trace order.
 
-    __slots__ = ("_due", "_follows", "_heap", "arrived_ns")
+    `peers` are the sources of all ranks, in order; needed where a turn follows one on another rank.
+    """
 
-    def __init__(self, arrivals: Arrivals) -> None:
+    __slots__ = ("_awaited", "_due", "_elsewhere", "_follows", "_heap", "_peers", "arrived_ns")
+
+    def __init__(self, arrivals: Arrivals, peers: "Sequence[Source]" = ()) -> None:
         self._heap = [
             (time, row)
             for row, time in zip(arrivals.rows, arrivals.times_ns, strict=True)
@@ -36,6 +42,11 @@ class Source:
         ]
         heapq.heapify(self._heap)
         self._follows = arrivals.follows
+        self._elsewhere = arrivals.elsewhere
+        self._awaited = [
+            row for row, time in zip(arrivals.rows, arrivals.times_ns, strict=True) if time is None
+        ]
+        self._peers = peers
         self._due: deque[int] = deque()
         self.arrived_ns: dict[int, int] = {}  # when closed-loop turns arrived, by trace row
 
@@ -58,13 +69,30 @@ class Source:
         """When the next row falls due that is not due yet; None when nothing is known to come."""
         return self._heap[0][0] if self._heap else None
 
+    def not_arrived(self, now_ns: int) -> list[int]:
+        """Return the rows that arrive later than now, turns whose predecessor goes on included."""
+        later = [row for time, row in self._heap if time > now_ns]
+        return later + [row for row in self._awaited if row not in self.arrived_ns]
+
     def ended(self, row: int, now_ns: int) -> int | None:
         """Note that a request ended; return its session's next row where that follows it."""
         follower = self._follows.get(row)
         if follower is None:
             return None
         next_row, think_ns = follower
-        arrival = now_ns + think_ns
-        self.arrived_ns[next_row] = arrival
-        heapq.heappush(self._heap, (arrival, next_row))
+        rank = self._elsewhere.get(next_row)
+        home = self if rank is None else self._peers[rank]
+        home.arrives(next_row, now_ns + think_ns)
         return next_row
+
+    def arrives(self, row: int, time_ns: int) -> None:
+        """Note when a closed-loop turn of this rank arrives."""
+        self.arrived_ns[row] = time_ns
+        heapq.heappush(self._heap, (time_ns, row))
+
+
+def make_sources(arrivals: Sequence[Arrivals]) -> list[Source]:
+    """Return the sources of a group of ranks, which know each other."""
+    sources: list[Source] = []
+    sources += [Source(of_rank, sources) for of_rank in arrivals]
+    return sources

@@ -1,5 +1,7 @@
 """Turns a request trace into what the drivers need: requests by row, and arrivals by rank."""
 
+from typing import NamedTuple
+
 from mdi_shared.errors import ConfigError
 from mdi_shared.placement import Placement
 from mdi_shared.request import Request
@@ -11,8 +13,9 @@ from mdi_traces.requests import RequestTrace
 class Workload:
     """The requests of `trace` split over `num_ranks`, turns of a session on one rank.
 
-    A turn with a think time follows the turn before it; all other requests come at their
-    recorded time. Raises `ConfigError` when the trace names a rank that does not exist.
+    Rows that name a rank keep it. A turn with a think time follows the turn before it; all other
+    requests come at their recorded time. Raises `ConfigError` when the trace names a rank that
+    does not exist.
     """
 
     def __init__(self, trace: RequestTrace, num_ranks: int, placement: Placement) -> None:
@@ -26,7 +29,7 @@ class Workload:
         self._think = ints(table["think_ns"], null=-1).tolist()
         self._sessions = codes(table["session_id"])[0].tolist()
         self._ranks = self._place(ints(table["rank"], null=-1).tolist(), num_ranks, placement)
-        self.arrivals = [self._arrivals(rank) for rank in range(num_ranks)]
+        self.arrivals = self._arrivals(num_ranks)
 
     def request(self, row: int) -> tuple[Request, int | None]:
         """Build the request of a trace row, and say at which output length its model stops.
@@ -59,17 +62,32 @@ class Workload:
             ranks.append(rank)
         return ranks
 
-    def _arrivals(self, rank: int) -> Arrivals:
-        rows = [row for row, of in enumerate(self._ranks) if of == rank]
-        follows: dict[int, tuple[int, int]] = {}
-        times: list[int | None] = []
+    def _arrivals(self, num_ranks: int) -> list[Arrivals]:
+        """Return the arrivals of each rank; a turn waits for the one before on whatever rank."""
+        by_rank = [_OfRank([], [], {}, {}) for _ in range(num_ranks)]
         last_of: dict[int, int] = {}
-        for row in rows:
+        for row, rank in enumerate(self._ranks):
             session, think = self._sessions[row], self._think[row]
             before = last_of.get(session) if session >= 0 and think >= 0 else None
+            by_rank[rank].rows.append(row)
+            by_rank[rank].times_ns.append(self._times[row] if before is None else None)
             if before is not None:
-                follows[before] = (row, think)
-            times.append(self._times[row] if before is None else None)
+                earlier = by_rank[self._ranks[before]]
+                earlier.follows[before] = (row, think)
+                if earlier is not by_rank[rank]:
+                    earlier.elsewhere[row] = rank
             if session >= 0:
                 last_of[session] = row
-        return Arrivals(tuple(rows), tuple(times), follows)
+        return [
+            Arrivals(tuple(each.rows), tuple(each.times_ns), each.follows, each.elsewhere)
+            for each in by_rank
+        ]
+
+
+class _OfRank(NamedTuple):
+    """`Arrivals` in the making."""
+
+    rows: list[int]
+    times_ns: list[int | None]
+    follows: dict[int, tuple[int, int]]
+    elsewhere: dict[int, int]

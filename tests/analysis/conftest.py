@@ -72,7 +72,8 @@ def steps_frame(rows=STEPS, rank=0) -> pd.DataFrame:
     frame["rank"] = np.int16(rank)
     for name in ("cp", "n_preempted", "n_accepted"):
         frame[name] = 0
-    frame["sum_k"] = 100
+    frame["sum_k"] = frame["max_k"] = 100
+    frame["n_consumer_rows"] = frame["n_tokens"]
     frame["cpu_sched_ms"] = np.float32(0.5)
     frame["cpu_proc_ms"] = np.float32(0.25)
     frame["wait_ms"] = np.float32("nan")
@@ -94,6 +95,7 @@ def requests_frame(rows=REQUESTS) -> pd.DataFrame:
     frame["finish_reason"] = frame["finish_reason"].astype("category")
     frame["rank"] = [0.0 if t == t else np.nan for t in frame["t_first_sched"]]
     frame["n_recomputed_tokens"] = 0
+    frame["prompt_len"] = 200
     return frame
 
 

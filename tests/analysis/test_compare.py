@@ -36,6 +36,21 @@ def test_paired_steps_give_the_error_of_each(run):
     assert found.bias == pytest.approx(0.5)
 
 
+def test_step_times_and_host_times_are_compared_by_percentile(run):
+    late = run.steps.assign(
+        t_dev_start=run.steps["t_dev_start"] + MS // 2, t_launch=run.steps["t_launch"] + MS // 4
+    )
+    found = compare(run, run.but(steps=late))
+    decode = found.kinds["decode"].device_ms["mean"]
+    assert (decode.a, decode.b) == (2, 1.5)
+    gap = found.host["gap_ms"]["p50"]  # before steps 1 to 4: 2 ms each
+    assert (gap.a, gap.b) == (2, 2.5)
+    plan = found.host["plan_ms"]["p90"]
+    assert (plan.a, plan.b) == (1, 1.25)
+    assert found.host["visible_ms"]["p50"].a == 1
+    assert found.host["turn_ms"]["p50"].a == 4
+
+
 def test_relative_difference_has_a_sign(run):
     faster = run.requests.assign(t_first_token=run.requests["t_first_token"] - 2 * MS)
     pair = compare(run, run.but(requests=faster)).latency["ttft_ms"]["mean"]

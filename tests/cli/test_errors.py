@@ -71,6 +71,12 @@ def test_wrong_questions(fails, arguments, says):
         (("--set", "state_slot_ratio=nan"), "must be a number"),
         (("--set", "max_num_batched_tokens=x"), "must be a whole number or none"),
         (("--set", "max_num_seqs=0"), "max_num_seqs = 0: must be at least 1"),
+        (("--set", "max_num_seqs=1000000000"), "must be between 1 and 65,536"),
+        (("--set", "num_blocks=1000000000000"), "must be between 2 (block 0 is reserved) and 16,7"),
+        (("--set", "state_slot_ratio=1e9"), "must be between 1.0 and 100.0 slots per seat"),
+        (("--set", "context_parallel_size=5000"), "context_parallel_size = 5000: must be at most"),
+        (("--draft-accept-rate", "0.5"), "draft_accept_rate = 0.5: changes nothing without"),
+        (("--speed", "1e-12"), "speed = 1e-12: moves arrival_ns of the trace beyond"),
         (("--set", "lookahead=1", "--set", "lookahead=2"), "is set twice"),
         (("--set", "num_blocks=100"), "the KV pool is too small for one request"),
         (("--kv-cache-memory-gb", "0.001"), "the KV pool is too small for one request"),
@@ -139,6 +145,13 @@ def test_without_arguments_the_help_is_shown(mdi):
     done = mdi()
     assert done.code == 2
     assert "generate-workload" in done.out
+
+
+@pytest.mark.parametrize("folder", ["f", "f/plots", "f/new/plots"])
+def test_plots_cannot_lie_under_a_file(fails, folder, small):
+    Path("f").write_text("kept")
+    assert "is a file" in fails(2, "simulate", *small, "--plots", folder)
+    assert Path("f").read_text() == "kept"
 
 
 SAVE_AND_DIE = """

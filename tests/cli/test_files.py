@@ -145,6 +145,16 @@ def test_compare_finds_the_first_different_decision(mdi, run_r, small):
     assert "goodput_s" in document["rates"]
 
 
+def test_compare_writes_a_page_and_a_picture(mdi, fails, run_r):
+    done = mdi("compare", "r", "r", "--html", "page.html", "--png", "both.png", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["written"] == ["page.html", "both.png"]
+    assert "simulated; step times: roofline of h200" in Path("page.html").read_text()
+    assert Path("both.png").read_bytes().startswith(b"\x89PNG")
+    assert "must end in .html" in fails(2, "compare", "r", "r", "--html", "page.txt")
+    assert "there is no folder no" in fails(2, "compare", "r", "r", "--png", "no/both.png")
+
+
 def test_workloads_are_listed_with_source_and_tolerance(mdi):
     done = mdi("generate-workload", "--list")
     assert done.code == 0

@@ -100,13 +100,14 @@ def test_the_clock_puts_device_work_where_the_host_saw_it():
     clock = CudaClock()
     before_ns = time.monotonic_ns()
     start = clock.mark()
-    torch.cuda._sleep(20_000_000)  # cycles: ten milliseconds or so
+    torch.cuda._sleep(200_000_000)  # cycles: a hundred milliseconds or so
     end = clock.mark()
-    assert time.monotonic_ns() - before_ns < 5_000_000, "marks do not wait"
+    marked_ns = time.monotonic_ns() - before_ns
     clock.wait(end)
     after_ns = time.monotonic_ns()
     start_ns, end_ns = clock.nanoseconds(start), clock.nanoseconds(end)
-    assert 2_000_000 < end_ns - start_ns < 100_000_000
+    assert 20_000_000 < end_ns - start_ns < 1_000_000_000
+    assert marked_ns < end_ns - start_ns, "marks do not wait"
     slack_ns = 2_000_000
     assert before_ns - slack_ns < start_ns < end_ns < after_ns + slack_ns
 

@@ -127,12 +127,15 @@ class BlockingRank:
             if stop is not None:
                 self.outcomes.stops[seq_id] = stop
             requests.append(request)
+        self.ingress = self.cost.host.ingress(sum(request.prompt_len for request in requests))
         return News(tuple(requests))
 
     def launch(self, plan):
         is_alone = len(self.sources) == 1
-        schedule, launch, _ = self.cost.host.of_step(len(plan.seq_ids), is_alone=is_alone)
-        planned = self.now + schedule
+        schedule, launch, _ = self.cost.host.of_step(
+            len(plan.seq_ids), plan.prompt_tokens, is_alone=is_alone
+        )
+        planned = self.now + self.ingress + schedule
         self.now = planned + launch
         work = step_work(self.shape, plan)
         duration = self.cost.device_ns(work) if plan.seq_ids or not is_alone else 0
@@ -146,7 +149,9 @@ class BlockingRank:
         plan = self.flights.popleft()
         start, end = self.devices.wait(plan.step)
         is_alone = len(self.sources) == 1
-        process = self.cost.host.of_step(len(plan.seq_ids), is_alone=is_alone)[2]
+        process = self.cost.host.of_step(len(plan.seq_ids), plan.prompt_tokens, is_alone=is_alone)[
+            2
+        ]
         self.now = max(self.now, end) + process
         self.recorder.landed(start, end, self.now, process)
         return self.outcomes.result(plan)

@@ -104,3 +104,9 @@ def test_a_model_too_uncertain_leaves_the_token_budget_in_both_worlds(model_file
 def test_a_cost_model_that_nothing_asks_is_refused():
     with pytest.raises(ConfigError, match=r"cost_model = 'm\.json': is used by chunk_policy"):
         LLM(CHECKPOINT, cost_model="m.json")
+
+
+def test_a_missing_model_file_is_told_before_weights_are_loaded(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        LLM("no-such-checkpoint", chunk_policy="cost_target", prefill_target_ms=2.0,
+            cost_model=str(tmp_path / "none.json"))  # fmt: skip

@@ -68,6 +68,19 @@ def test_2_3a_chunking(strict):
     assert not turns[0].plan.items[1].is_last_chunk
 
 
+def test_2_3_lookahead_holds_back_what_can_get_longer():
+    """B's 3 tokens beside A would be a chunk below 6: it waits; its end of 2 tokens does not."""
+    options = {"max_num_batched_tokens": 8, "lookahead": 6}
+    requests = {1: [request("A", 5), request("B", 10), request("C", 3)]}
+    turns = play(toy(**options), requests, steps=4)
+    assert rows(turns)[:2] == ["P (A,5,5)", "P (B,8,8)"]
+    assert rows(turns)[2] == "P (B,2,10) (C,3,3)"
+    short = play(toy(lookahead=60), {1: [request("A", 20)]}, steps=2)
+    assert rows(short) == ["P (A,16,16)", "P (A,4,20)"]
+    with pytest.raises(DeadlockError, match="first waiting request cannot be admitted"):
+        play(toy(**options, strict_upstream=True), requests, steps=20)
+
+
 @BOTH_MODES
 def test_2_3b_checkpoints(strict):
     turns = play(

@@ -6,6 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from mdi_analysis import SLO, summarize
+from mdi_analysis.summary import describe_counts
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.cost import ConstantCost
 from mdi_shared.errors import ConfigError, DeadlockError
@@ -13,7 +15,7 @@ from mdi_shared.placement import LeastTokens
 from mdi_sim.simulate import simulate
 from mdi_traces.check import check_run
 from mdi_traces.generate import generate_workload
-from mdi_traces.requests import build_requests
+from mdi_traces.requests import LATEST_NS, build_requests
 from mdi_traces.schema import Metadata
 
 MS = 1_000_000
@@ -45,12 +47,19 @@ def test_a_time_limit_leaves_unfinished_requests_with_a_reason():
     trace = trace_of([0, 10 * MS, 900 * MS], [100] * 3, [400, 3, 3])
     run = simulate(trace, cost=COST, until_s=0.5)
     reasons = run.requests["unfinished_reason"]
-    assert reasons.iloc[0] == reasons.iloc[2] == "time limit of 0.5 s"
+    assert reasons.iloc[0] == "time limit of 0.5 s"
+    assert reasons.iloc[2] == "had not arrived"
     assert run.requests["finish_reason"].notna().tolist() == [False, True, False]
     assert 0 < run.requests["output_len"].iloc[0] < 400
     assert run.requests["t_last_token"].iloc[0] <= run.steps["t_done"].max()
     assert run.requests["t_submit"].isna().tolist() == [False, False, True]
     assert run.steps["t_done"].max() < 510 * MS
+
+
+def test_the_latest_arrival_allowed_can_be_served():
+    run = simulate(trace_of([0, LATEST_NS], [10, 10], [2, 2]), cost=COST)
+    assert run.requests["finish_reason"].tolist() == ["length", "length"]
+    assert run.requests["ttft_ms"].iloc[1] < 1_000
 
 
 def test_refused_requests_are_counted_with_a_reason():
@@ -112,6 +121,43 @@ def test_a_closed_loop_turn_arrives_a_think_time_after_the_one_before_ended():
     assert (requests["ttft_ms"] > 0).all()
     opened = simulate(trace.to_open_loop(), cost=COST)
     assert opened.requests["arrival_ns"].tolist() == [0, 1 * MS, 2 * MS]
+
+
+def test_requests_that_never_arrived_count_nowhere():
+    """A closed-loop turn whose predecessor still runs has not arrived either."""
+    trace = trace_of(
+        [0, 10 * MS, 20 * MS, 900 * MS], [100] * 4, [400, 3, 3, 3],
+        session_id=pa.array(["s", None, "s", None]),
+        think_ns=pa.array([None, None, 0, None], type=pa.int64()),
+    )  # fmt: skip
+    run = simulate(trace, cost=COST, until_s=0.5)
+    summary = summarize(run, SLO(ttft_ms=10_000))
+    assert (summary.requests.total, summary.requests.never_arrived) == (2, 2)
+    assert (summary.requests.completed, summary.requests.unfinished) == (1, 1)
+    assert summary.requests.by_unfinished_reason == {"time limit of 0.5 s": 1}
+    assert summary.throughput.span_s < 0.51
+    assert summary.goodput.goodput_share == 0.5
+    assert describe_counts(summary.requests).endswith("1 unfinished; 2 more never arrived")
+    assert [f for f in check_run(run) if not f.skipped] == []
+
+
+@pytest.mark.parametrize("think", [0, 70 * MS])
+def test_a_closed_loop_turn_on_another_rank_waits_for_its_predecessor(think):
+    """Rank 1 sleeps or serves others meanwhile; the last turn comes back to rank 0."""
+    trace = trace_of(
+        [0, 1 * MS, 2 * MS, 3 * MS], [50] * 4, [10, 10, 10, 90],
+        session_id=pa.array(["s", "s", "s", "t"]), turn=pa.array([0, 1, 2, 0], type=pa.int32()),
+        think_ns=pa.array([None, think, think, None], type=pa.int64()),
+        rank=pa.array([0, 1, 0, 1], type=pa.int16()),
+    )  # fmt: skip
+    run = simulate(trace, cost=COST, ranks=2)
+    arrival, finish = (run.requests[name].tolist() for name in ("arrival_ns", "t_finish"))
+    assert arrival[:3] == [0, finish[0] + think, finish[1] + think]
+    assert run.requests["rank"].tolist() == [0, 1, 0, 1]
+    assert (run.requests["ttft_ms"] > 0).all()
+    assert [f for f in check_run(run) if not f.skipped] == []
+    again = simulate(trace, cost=COST, ranks=2)
+    assert again.requests.equals(run.requests)
 
 
 def test_a_model_that_stops_early_ends_with_stop():

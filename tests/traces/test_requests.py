@@ -31,6 +31,8 @@ def test_equal_arrival_times_are_fine():
         ({"cached_len": [0, 4, 0]}, "row 2, column 'cached_len': 4 must be less than prompt_len"),
         ({"cached_len": [-1, 0, 0]}, "row 1, column 'cached_len': -1 must not be negative"),
         ({"arrival_ns": [-1, 0, 0]}, "row 1, column 'arrival_ns': -1 must not be negative"),
+        ({"arrival_ns": [0, 5, 2**63 - 1]}, r"row 3, column 'arrival_ns': 9\d+ must be at most 4"),
+        ({"rank": [0, -1, None]}, "row 2, column 'rank': -1 must not be negative; null = any"),
         ({"arrival_ns": [0, 5, 4]}, "row 3, column 'arrival_ns': 4 is earlier .* sort=True"),
         ({"req_id": ["a", "b", "a"]}, "row 3, column 'req_id': 'a' is also the id of row 1"),
         ({"session_id": ["s", "t", "s"], "turn": [1, 0, 1]},
@@ -41,6 +43,8 @@ def test_equal_arrival_times_are_fine():
          "row 3, column 'think_ns': 4 needs session_id and turn"),
         ({"session_id": ["s", "s", "s"], "turn": [0, 1, 2], "think_ns": [None, 3, -4]},
          "row 3, column 'think_ns': -4 must not be negative"),
+        ({"session_id": ["s", "s", "s"], "turn": [0, 1, 2], "think_ns": [None, 2**61, 2**62]},
+         r"row 3, column 'think_ns': 4\d+ is too long: all think times together"),
     ],
 )  # fmt: skip
 def test_broken_rules(change, message):

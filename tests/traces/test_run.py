@@ -26,6 +26,25 @@ def test_save_and_load_by_any_name(ending, tmp_path):
     assert again.metadata == run.metadata
 
 
+@pytest.mark.parametrize("ending", ["items", "steps", "requests"])
+def test_files_of_two_runs_with_equal_options_do_not_mix(ending, tmp_path):
+    """As a kill between the renames of a save would leave them."""
+    make_run().save(tmp_path / "r")
+    make_run(requests={1: {"t_finish": 2**40}}).save(tmp_path / "other")
+    assert load_run(tmp_path / "r").metadata == load_run(tmp_path / "other").metadata
+    (tmp_path / f"other.{ending}.parquet").replace(tmp_path / f"r.{ending}.parquet")
+    with pytest.raises(TraceError, match=r"r\.\w+\.parquet.*belong to different runs"):
+        load_run(tmp_path / "r")
+
+
+def test_a_run_saved_again_has_equal_bytes(tmp_path):
+    make_run().save(tmp_path / "r")
+    load_run(tmp_path / "r").save(tmp_path / "again")
+    for ending in ("items", "steps", "requests"):
+        first, second = (tmp_path / f"{name}.{ending}.parquet" for name in ("r", "again"))
+        assert first.read_bytes() == second.read_bytes()
+
+
 def test_without_items_an_older_items_file_goes_away(tmp_path):
     make_run().save(tmp_path / "r")
     make_run().save(tmp_path / "r", items=False)
@@ -61,10 +80,10 @@ def test_incomplete_runs(tmp_path, monkeypatch):
         load_run(tmp_path / "no")
     write = run_module.write_parquet
 
-    def killed(path, table, metadata):
+    def killed(path, table, metadata, **options):
         if metadata.table == "requests":
             raise KeyboardInterrupt
-        write(path, table, metadata)
+        write(path, table, metadata, **options)
 
     monkeypatch.setattr(run_module, "write_parquet", killed)
     with pytest.raises(KeyboardInterrupt):

@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from mdi_shared.errors import TraceError
 from mdi_traces.schema import (
     ADDED_COLUMNS,
+    CONTENT_KEY,
     METADATA_KEY,
     SCHEMA_VERSION,
     SCHEMAS,
@@ -66,14 +67,17 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def write_parquet(path: str | os.PathLike[str], table: pa.Table, metadata: Metadata) -> None:
+def write_parquet(
+    path: str | os.PathLike[str], table: pa.Table, metadata: Metadata, *, content: str | None = None
+) -> None:
     """Write a table of kind `metadata.table` with its metadata.
 
-    Raises `TraceError` when the columns differ from the schema or the file cannot be written.
+    `content` names the run the table is a part of; see `read_content`. Raises `TraceError` when
+    the columns differ from the schema or the file cannot be written.
     """
     require_schema(table, metadata.table, str(path))
     with atomic_file(path) as file:
-        pq.write_table(_with_metadata(table, metadata), file, compression="zstd")
+        pq.write_table(_with_metadata(table, metadata, content), file, compression="zstd")
 
 
 def write_jsonl(path: str | os.PathLike[str], table: pa.Table, metadata: Metadata) -> None:
@@ -138,6 +142,19 @@ def _with_added_columns(table: pa.Table, kind: str, version: int) -> pa.Table:
     return table
 
 
+def read_content(path: str | os.PathLike[str]) -> str | None:
+    """Return what names the run a file is a part of; None in files written before there was one.
+
+    Only the end of the file is read. Raises `TraceError` when it cannot be.
+    """
+    require_file(path)
+    try:
+        content = (pq.read_schema(path).metadata or {}).get(CONTENT_KEY)
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from error
+    return None if content is None else content.decode(errors="replace")
+
+
 def read_parquet(path: str | os.PathLike[str]) -> pa.Table:
     """Read any Parquet file; every failure is a one-line `TraceError`."""
     require_file(path)
@@ -145,9 +162,12 @@ def read_parquet(path: str | os.PathLike[str]) -> pa.Table:
         with pq.ParquetFile(path) as parquet:
             return parquet.read()
     except (pa.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
-        raise TraceError(str(path), f"cannot be read as Parquet, it is damaged or cut off "
-                         f"({reason})") from error  # fmt: skip
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: str | os.PathLike[str], error: Exception) -> TraceError:
+    reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+    return TraceError(str(path), f"cannot be read as Parquet, it is damaged or cut off ({reason})")
 
 
 def require_file(path: str | os.PathLike[str]) -> None:
@@ -179,6 +199,9 @@ def require_schema(table: pa.Table, kind: str, file: str) -> None:
             raise TraceError(file, "null is not allowed", row=row + 1, column=field.name)
 
 
-def _with_metadata(table: pa.Table, metadata: Metadata) -> pa.Table:
-    schema = SCHEMAS[metadata.table].with_metadata({METADATA_KEY: metadata.to_json().encode()})
+def _with_metadata(table: pa.Table, metadata: Metadata, content: str | None) -> pa.Table:
+    document = {METADATA_KEY: metadata.to_json().encode()}
+    if content is not None:
+        document[CONTENT_KEY] = content.encode()
+    schema = SCHEMAS[metadata.table].with_metadata(document)
     return table.select(schema.names).cast(schema)

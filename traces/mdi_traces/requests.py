@@ -24,6 +24,7 @@ from mdi_traces.schema import OUTPUT_COLUMNS, REQUEST_SCHEMA, REQUESTS, Metadata
 if TYPE_CHECKING:
     import pandas as pd
 
+LATEST_NS = 2**62  # half of what int64 nanoseconds hold: 146 years
 _WRITERS = {".parquet": write_parquet, ".jsonl": write_jsonl, ".csv": write_csv}
 
 
@@ -56,7 +57,11 @@ class RequestTrace:
             raise ConfigError("speed", speed, "must be a finite number above 0")
         table = clear_outputs(self.table)
         for name in ("arrival_ns", "think_ns"):
-            ns = np.rint(ints(table[name]) / speed).astype(np.int64)
+            times = np.rint(ints(table[name]) / speed)
+            if times.max(initial=0.0) > LATEST_NS:
+                raise ConfigError("speed", speed, f"moves {name} of the trace beyond "
+                                  f"{LATEST_NS} ns, the latest allowed")  # fmt: skip
+            ns = times.astype(np.int64)
             table = put_column(table, name, numbers(ns, pa.int64(), valid_rows(table[name])))
         note = f"times divided by {speed:g}"
         return RequestTrace(table, replace(self.metadata, notes=(*self.metadata.notes, note)))
@@ -169,8 +174,12 @@ def request_problems(table: pa.Table) -> Iterator[Problem]:
     yield from _first(cached >= prompt, "cached_len", "{} must be less than prompt_len: the last "
                       "prompt token is always computed", cached)  # fmt: skip
     yield from _first(arrival < 0, "arrival_ns", "{} must not be negative", arrival)
+    yield from _first(arrival > LATEST_NS, "arrival_ns", f"{{}} must be at most {LATEST_NS}, which "
+                      "leaves room for the run after it", arrival)  # fmt: skip
     yield from _first(_falls(arrival), "arrival_ns", "{} is earlier than the row before; pass "
                       "sort=True to order the rows by arrival", arrival)  # fmt: skip
+    rank = ints(table["rank"])
+    yield from _first(rank < 0, "rank", "{} must not be negative; null = any rank", rank)
     yield from _duplicates(table)
     yield from _sessions(table)
 
@@ -202,6 +211,10 @@ def _sessions(table: pa.Table) -> Iterator[Problem]:
     """Turns must ascend inside a session, and a think time needs a turn to come after."""
     think, closed = ints(table["think_ns"]), valid_rows(table["think_ns"])
     yield from _first(closed & (think < 0), "think_ns", "{} must not be negative", think)
+    if think.astype(float).sum() > LATEST_NS:
+        longest = think == think.max()
+        yield from _first(longest, "think_ns", f"{{}} is too long: all think times together must "
+                          f"be at most {LATEST_NS}", think)  # fmt: skip
     session, names = codes(table["session_id"])
     turn = ints(table["turn"], null=-1)
     placed = (session >= 0) & valid_rows(table["turn"])

@@ -6,6 +6,7 @@ It computes nothing: metrics are the business of `mdi_analysis`, conservation la
 Read next: `schema.py` (columns), `check.py` (is the run sound?), docs/trace-format.md.
 """
 
+import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from mdi_shared.errors import TraceError
-from mdi_traces.io import read_table, write_parquet
+from mdi_traces.columns import ints
+from mdi_traces.io import read_content, read_table, write_parquet
 from mdi_traces.schema import ITEMS, REQUESTS, STEPS, Metadata
 
 if TYPE_CHECKING:
@@ -71,7 +73,7 @@ class Run:
         Returns the paths written. `items=False`, or a run without items, leaves the first out
         (and removes one of an earlier run of this name). Raises `TraceError`.
         """
-        base = run_prefix(prefix)
+        base, content = run_prefix(prefix), self._content()
         tables = {ITEMS: self.items_table if items else None, STEPS: self.steps_table,
                   REQUESTS: self.requests_table}  # fmt: skip
         written = []
@@ -80,9 +82,22 @@ class Run:
             if table is None:
                 path.unlink(missing_ok=True)
                 continue
-            write_parquet(path, table, replace(self.metadata, table=kind))
+            write_parquet(path, table, replace(self.metadata, table=kind), content=content)
             written.append(path)
         return written
+
+    def _content(self) -> str:
+        """Return a hash by which the files of this run know each other; equal runs, equal hash.
+
+        Runs of equal options have equal metadata: what happened when tells them apart.
+        """
+        digest = hashlib.sha256()
+        for name in ("t_done", "n_tokens"):
+            digest.update(ints(self.steps_table[name]).tobytes())
+        for name in ("arrival_ns", "prompt_len", "t_first_token", "t_finish"):
+            digest.update(ints(self.requests_table[name], null=-1).tobytes())
+        digest.update("\n".join(self.requests_table["req_id"].to_pylist()).encode())
+        return digest.hexdigest()
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:
@@ -98,6 +113,11 @@ def load_run(path: str | os.PathLike[str]) -> Run:
     steps = _read_matching(steps_path, STEPS, metadata)
     items_path = base + _FILES[ITEMS]
     recorded = Path(items_path).is_file()
+    content = read_content(requests_path)
+    for path in (steps_path, items_path) if recorded else (steps_path,):
+        if content is not None and read_content(path) not in (None, content):
+            raise TraceError(path, "and the requests file belong to different runs: saving one "
+                             "over the other was interrupted; save the run again")  # fmt: skip
     items = (lambda: _read_matching(items_path, ITEMS, metadata)) if recorded else None
     return Run(steps, requests, metadata, items)
 

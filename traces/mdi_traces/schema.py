@@ -19,6 +19,7 @@ from mdi_shared.errors import TraceError
 
 SCHEMA_VERSION = 2
 METADATA_KEY = b"mdi"
+CONTENT_KEY = b"mdi_content"  # of a run's files: what all of them must agree on
 
 STEPS, ITEMS, REQUESTS = "steps", "items", "requests"
 SOURCES = ("runtime", "simulator", "import", "generator")
@@ -139,7 +140,8 @@ _REQUEST_ROWS: list[_Row] = [
      "prefilled beyond prompt_len - cached_len, after preemptions"),
     ("finish_reason", _LABEL, True, "", "stop, length, abort, prompt_length_exceeded or "
      "insufficient_system_resource; null = unfinished"),
-    ("unfinished_reason", _LABEL, True, "", "why the run ended without finishing it"),
+    ("unfinished_reason", _LABEL, True, "", "why the run ended without finishing it; \"had not "
+     "arrived\" = the run ended before"),
     ("ttft_ms", _F32, True, "ms", "arrival to first token"),
     ("tpot_ms", _F32, True, "ms", "per output token after the first"),
     ("e2e_ms", _F32, True, "ms", "arrival to finish"),

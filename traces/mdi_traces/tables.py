@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.plan import DECODE, IDLE_DECODE, STEP_KINDS
+from mdi_shared.request import NOT_ARRIVED
 from mdi_shared.vote import rule_at
 from mdi_shared.work import StepWork
 from mdi_traces import recorder as rec
@@ -39,15 +40,18 @@ def build_run(
     run_id: str,
     arrived_ns: dict[int, int],
     unfinished_reason: str,
+    not_arrived: Sequence[int] = (),
 ) -> Run:
     """Return the run that `recorders` (one per rank, in order) saw while serving `trace`.
 
     `arrived_ns` gives the arrival of closed-loop turns by trace row; `unfinished_reason` is
-    written for every request without an end.
+    written for every request without an end, but for the rows of `not_arrived`: they say so.
     """
     ranks = [_Rank(recorder) for recorder in recorders]
     steps = pa.concat_tables([_steps(rank, metadata, config, run_id) for rank in ranks])
-    requests = _requests(ranks, trace, arrived_ns, unfinished_reason)
+    reasons = dict.fromkeys(range(len(trace)), unfinished_reason)
+    reasons.update(dict.fromkeys(not_arrived, NOT_ARRIVED))
+    requests = _requests(ranks, trace, arrived_ns, reasons)
     pools = [recorder.final_pool for recorder in recorders]
     left = {name: [pool[i] for pool in pools if pool] for i, name in enumerate(rec.POOL_FIELDS)}
     metadata = replace(metadata, table=STEPS, config={**metadata.config, "left_free": left})
@@ -234,7 +238,10 @@ def _items(rank: _Rank, row_of_seq: list[int]) -> dict[str, NDArray[Any]]:
 
 
 def _requests(
-    ranks: Sequence[_Rank], trace: RequestTrace, arrived_ns: dict[int, int], reason: str
+    ranks: Sequence[_Rank],
+    trace: RequestTrace,
+    arrived_ns: dict[int, int],
+    open_reasons: dict[int, str],
 ) -> pa.Table:
     table, count = trace.table, len(trace)
     logs: list[RequestLog | None] = [None] * count
@@ -249,7 +256,7 @@ def _requests(
     t_submit = _submit_times(ranks, arrival, out["rank"], served)
     finish, first, lengths = out["t_finish"], out["t_first_token"], out["output_len"]
     reasons = [log.finish_reason if log is not None else None for log in logs]
-    unfinished = [reason if r is None else None for r in reasons]
+    unfinished = [open_reasons[row] if r is None else None for row, r in enumerate(reasons)]
     complete = np.array([r in ("stop", "length") for r in reasons], dtype=bool)
     last = np.where(complete, finish, NOT_YET)
     if bool((~complete & (lengths > 0)).any()):

@@ -271,18 +271,25 @@ def block_maxima_program(block_size: int):
 
 
 def candidate_blocks(scores: Tensor, visible: Tensor, block_size: int, k: int) -> Tensor:
-    """Launch `block_maxima_program`, then `top_visible_program` on its result."""
+    """Launch `block_maxima_program`, then `top_visible_program` on its result.
+
+    Where no more than k blocks exist, all that a row sees are chosen: nothing is launched.
+    """
     if block_size % VECTOR:
         return candidate_blocks_ref(scores, visible, block_size, k)
     num_rows, width = scores.shape
     num_blocks = -(-width // block_size)
+    if num_blocks <= k:
+        ids = torch.arange(num_blocks, dtype=torch.int32, device=scores.device)
+        begins = ids * block_size
+        return torch.where(begins < visible.unsqueeze(1), ids, NONE)
     columns = -(-num_blocks // VECTOR) * VECTOR
     maxima = torch.empty((num_rows, columns), dtype=torch.bfloat16, device=scores.device)
     reachable = torch.empty(num_rows, dtype=torch.int32, device=scores.device)
     if num_rows:
         program = compiled(block_maxima_program, block_size)
         program(_vectors(scores), visible.to(torch.int32), maxima.view(torch.int16), reachable)
-    return top_visible(maxima, reachable, min(k, num_blocks))
+    return top_visible(maxima, reachable, k)
 
 
 SAMPLES = (

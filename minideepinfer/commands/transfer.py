@@ -1,0 +1,173 @@
+"""`mdi transfer`: predict step times on hardware, or for a model, that was never recorded.
+
+Read next: `mdi_sim/transfer.py`, docs/calibration.md ("Transfer").
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mdi_shared.cost_file import read_cost_file
+from mdi_shared.errors import ConfigError
+from mdi_shared.hardware import HARDWARE, hardware_by_name
+from mdi_shared.linear_cost import LinearCost
+from mdi_shared.shape import SHAPES, ModelShape, shape_by_name
+from mdi_shared.work import decode_work, prefill_work
+from minideepinfer.commands.files import is_run, require_input, require_output
+from minideepinfer.commands.screen import facts_table, show_json, show_table, tell
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from mdi_shared.predicted_cost import PredictedCost
+
+NAMES = {"fp8": "FP8 tensor cores", "bf16": "bf16 tensor cores", "fp32": "f32 vector units",
+         "memory": "memory", "link": "link"}  # fmt: skip
+# Steps shown: the official prefill geometry (engine-semantics §8.2) and two decode batches.
+PREFILL_SHOWN = (4_096, 131_072)
+DECODE_SHOWN = ((64, 4_096), (64, 131_072))
+
+
+def transfer(
+    model: Annotated[Path, typer.Argument(help="Fitted model, as mdi calibrate writes it.")],
+    *,
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", metavar="FILE.json", help="The prediction.",
+                     show_default=False),
+    ],
+    hardware: Annotated[
+        str | None,
+        typer.Option(help=f"Predict for one of {', '.join(HARDWARE)} (default: as fitted)."),
+    ] = None,
+    to_model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="NAME|FILE.json", help="Predict for one of "
+                     f"{', '.join(SHAPES)}, or for the dimensions another fitted model states "
+                     "(default: as fitted)."),
+    ] = None,
+    ep: Annotated[int, typer.Option(metavar="N", help="Ranks the experts are split over.")] = 1,
+    from_hardware: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Peak rates of the recorded hardware, where its name "
+                     f"tells none: one of {', '.join(HARDWARE)}."),
+    ] = None,
+    check: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="RUN", help="Recorded run of the target, to state errors on; may be "
+                     "repeated."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:  # fmt: skip
+    """Predict step times of other hardware or another model from a fitted model.
+
+    The target's roofline at the efficiencies the fitted model reached; simulate --cost reads the
+    result and says that it was predicted, not measured.
+    """
+    require_output("out", out, (".json",))
+    require_input(model)
+    runs = check or []
+    for path in runs:
+        if not is_run(path):
+            require_input(path)
+    fitted = _fitted(model)
+    target = None if hardware is None else hardware_by_name(hardware)
+    source = None if from_hardware is None else hardware_by_name(from_hardware)
+    from mdi_sim.transfer import prediction_errors
+    from mdi_sim.transfer import transfer as predict
+    from mdi_traces.io import atomic_file
+
+    shape = None if to_model is None else _shape(to_model)
+    digest = hashlib.sha256(model.read_bytes()).hexdigest()
+    cost = predict(fitted, hardware=target, shape=shape, ep=ep, source_hardware=source,
+                   origin={"name": model.name, "sha256": digest})  # fmt: skip
+    checked = prediction_errors(cost, runs) if runs else {}
+    document = cost.to_json()
+    verb = "replaced" if out.exists() else "wrote"
+    with atomic_file(out) as file:
+        file.write((json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
+    tell(f"{verb} {out}")
+    if as_json:
+        show_json({**document, "checked": checked})
+    else:
+        show_table(*_tables(cost, checked))
+
+
+def _fitted(path: Path) -> LinearCost:
+    """Return a fitted model from its file; a prediction is none to predict from."""
+    model = read_cost_file(path)
+    if not isinstance(model, LinearCost):
+        raise ConfigError("model", str(path), "is a prediction; give the fitted model it came from")
+    return model
+
+
+def _shape(name: str) -> ModelShape:
+    """Return a built-in model's dimensions, or those a fitted model's file states."""
+    if not name.endswith(".json"):
+        return shape_by_name(name)
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError("model", name, f"no such file, nor one of {', '.join(SHAPES)}")
+    from mdi_sim.transfer import fitted_shape
+
+    return fitted_shape(_fitted(path))
+
+
+def _tables(
+    cost: "PredictedCost", checked: Mapping[str, Mapping[str, Any]]
+) -> list["RenderableType"]:
+    """Return what was predicted from what, for people."""
+    basis = cost.basis
+    about = f"{cost.shape.name} on {cost.hardware.name}, ep {cost.ep}: predicted, not measured"
+    tables = [facts_table(about, [
+        ("from", f"{basis['model']} on {basis['hardware']}, {basis['name']}, sha256 "
+                 f"{basis['sha256'][:12]}"),
+        ("host times", "as recorded there"),
+    ])]  # fmt: skip
+    for kind in ("prefill", "decode"):
+        tables.append(facts_table(f"{kind}: what its recorded steps reach", _terms(basis[kind])))
+    tables.append(facts_table("predicted device times", _examples(cost)))
+    if checked:
+        tables.append(facts_table("against the runs given", [
+            (f"{kind}, {found['n']:,} steps", _errors(found)) for kind, found in checked.items()
+        ]))  # fmt: skip
+    return tables
+
+
+def _terms(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = []
+    for name, term in found["terms"].items():
+        took = f"{term['share_of_time']:.0%} of the time"
+        if name == "overhead":
+            rows.append(("fixed", f"{term['ns_per_layer'] / 1e3:,.0f} us per layer, {took}"))
+        else:
+            why = took if term["from"] == "fitted" else f"assumed, {took} is too little to tell"
+            rows.append((NAMES[name], f"{term['efficiency']:.1%} of peak; {why}"))
+    rows.append(("explains the fit", _errors(found["explains_fit"])))
+    return rows
+
+
+def _examples(cost: "PredictedCost") -> list[tuple[str, str]]:
+    """Return a few steps' times, and which share of the peak rates they amount to."""
+    from mdi_shared.roofline import PEAK, RooflineCost
+
+    new, context = PREFILL_SHOWN
+    works = {f"prefill, {new:,} new of {context:,} tokens":
+             prefill_work(cost.shape, [(new, context, context)])}  # fmt: skip
+    for batch, length in DECODE_SHOWN:
+        works[f"decode, {batch} at {length:,} tokens"] = decode_work(cost.shape, [length] * batch)
+    peak = RooflineCost(cost.hardware, cost.shape, ep=cost.ep, efficiencies=PEAK)
+    rows = []
+    for name, work in works.items():
+        ns = cost.device_ns(work)
+        rows.append((name, f"{ns / 1e6:,.1f} ms, {peak.device_ns(work) / ns:.0%} of peak rates"))
+    return rows
+
+
+def _errors(found: Mapping[str, Any]) -> str:
+    return (f"{found['mape']:.1%} mean, {found['p50']:.1%} median, {found['p90']:.1%} P90, "
+            f"{found['bias']:+.1%} bias")  # fmt: skip

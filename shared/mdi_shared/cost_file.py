@@ -1,0 +1,20 @@
+"""Reads a step-time model from its file, fitted or predicted.
+
+Read next: `linear_cost.py` (fitted), `predicted_cost.py` (predicted).
+"""
+
+from pathlib import Path
+
+from mdi_shared.linear_cost import LinearCost, read_json
+from mdi_shared.predicted_cost import KIND, PredictedCost
+
+
+def read_cost_file(path: str | Path) -> LinearCost | PredictedCost:
+    """Return the model that `mdi calibrate` or `mdi transfer` wrote.
+
+    Raises `ConfigError` for an unreadable file and everything the models refuse.
+    """
+    data = read_json(Path(path))
+    if isinstance(data, dict) and data.get("kind") == KIND:
+        return PredictedCost.from_json(data)
+    return LinearCost.from_json(Path(path))
