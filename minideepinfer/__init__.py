@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from mdi_sim.calibrate import calibrate
     from mdi_sim.replay import replay_recorded
     from mdi_sim.transfer import transfer
+    from mdi_sim.tuning import Tuning
     from mdi_traces import (
         WORKLOADS,
         ChatSessions,
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     )
     from minideepinfer.run_summary import RunSummary, summarize
     from minideepinfer.simulated import SimulatedRun, simulate
+    from minideepinfer.tuned import tune
 
 __all__ = [
     "B200",
@@ -105,6 +107,7 @@ __all__ = [
     "StepCost",
     "Summary",
     "TraceError",
+    "Tuning",
     "Uniform",
     "Workload",
     "calibrate",
@@ -132,6 +135,7 @@ __all__ = [
     "steps_frame",
     "summarize",
     "transfer",
+    "tune",
 ]
 
 _MODULES = {
@@ -158,8 +162,10 @@ _MODULES = {
     "mdi_sim.calibrate": "calibrate",
     "mdi_sim.replay": "replay_recorded",
     "mdi_sim.transfer": "transfer",
+    "mdi_sim.tuning": "Tuning",
     "minideepinfer.run_summary": "RunSummary summarize",
     "minideepinfer.simulated": "SimulatedRun simulate",
+    "minideepinfer.tuned": "tune",
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 

@@ -30,6 +30,7 @@ SAYS = {
     "replay_a_trace": r"laws broken: 0\n",
     "compare_token_budgets": r"plans: identical for \d+ steps, then step .*itl_ms p99: \d",
     "sweep_attempt_interval": r"interval .*\n +1 +\d+ .*\n +10 .*\n +70 .*\n +300 ",
+    "tune_for_an_slo": r"default .*goodput \d.*\nbest .*goodput \d.*\nthe model's error: not known",
     "closed_loop_sessions": r"closed loop: 400 of 400 completed .*\nopen loop  : 400 of 400 ",
     "ranks_and_placement": r"FirstRank  : TTFT .* busiest rank 4\.00 times the mean",
     "step_timings": r"prefill +decode .*roofline_share .*step 222, .*first use of the graph",

@@ -28,12 +28,17 @@ from mdi_exec.request_state import RequestOutput
 from mdi_exec.runner import ModelRunner
 from mdi_exec.sampler import Sampler
 from mdi_exec.sampling import SamplingParams
-from mdi_shared.chunking import make_policy
+from mdi_shared.chunking import fallback_note, make_policy
 from mdi_shared.config import SchedulerConfig
+from mdi_shared.cost import StepCost
+from mdi_shared.cost_file import read_cost_file
 from mdi_shared.errors import ConfigError
 from mdi_shared.hardware import H200
+from mdi_shared.linear_cost import LinearCost
+from mdi_shared.predicted_cost import PredictedCost
 from mdi_shared.roofline import RooflineCost
 from mdi_shared.scheduler import Scheduler
+from mdi_shared.shape import ModelShape
 
 Prompt = str | Sequence[int]
 
@@ -44,11 +49,14 @@ class LLM:
     `model` is a checkpoint directory, a hub id, or "random:<preset>" for weights made up on the
     device (`model_source.py`). Keyword options are those of `EngineOptions` and
     `SchedulerConfig`; an unknown one raises `ConfigError` listing them all. Raises
-    `CheckpointError` when the checkpoint is not what its config says.
+    `CheckpointError` when the checkpoint is not what its config says. `notes` are lines that the
+    user should see, such as why another chunk policy runs than the one asked for.
     """
 
     def __init__(self, model: str | Path, **options: object) -> None:
         self.options, scheduler_options = split_options(options)
+        path = self.options.cost_model  # read first: a bad file is no reason to load weights
+        self._cost_model = None if path is None else read_cost_file(path)
         self.source = open_model(model, self.options.device, self.options.revision)
         self.config, self.tokenizer = self.source.config, self.source.tokenizer
         _check_weight_memory(self.source, self.options)
@@ -123,20 +131,33 @@ class LLM:
             ),
             measures_experts=self.options.record is not None,
         )
+        cost = self._chunk_cost(shape)
         recording = None
         if self.options.record is not None:
-            recording = Recording(
-                shape, hardware=_hardware(device), options={"engine": asdict(self.options)}
-            )
-        policy = make_policy(config, shape, RooflineCost(H200, shape))
+            options = {"engine": asdict(self.options), "chunk_cost": cost.describe()}
+            recording = Recording(shape, hardware=_hardware(device), options=options)
         return LLMEngine(
-            Scheduler(config, policy),
+            Scheduler(config, make_policy(config, shape, cost)),
             runner,
             vocab_size=self.config.vocab_size,
             tokenizer=self.tokenizer,
             recording=recording,
             seed=self.options.seed,
         )
+
+    def _chunk_cost(self, shape: ModelShape) -> StepCost:
+        """Return the step times that the chunk policy asks, and note what speaks against them."""
+        model = self._cost_model
+        cost: StepCost = RooflineCost(H200, shape) if model is None else model
+        notes = [fallback_note(self.scheduler_config, cost)]
+        made_for = model.fit.get("model") if isinstance(model, LinearCost) else None
+        if isinstance(model, PredictedCost):
+            made_for = model.shape.name
+        if made_for not in (None, shape.name):
+            path = self.options.cost_model
+            notes.append(f"{path} was made for {made_for}, but {shape.name} runs")
+        self.notes = tuple(note for note in notes if note is not None)
+        return cost
 
     def generate(
         self,

@@ -35,6 +35,7 @@ class EngineOptions:
     > 0 turns bounded replay of the consumer layers on. `use_cuda_graphs` runs decode steps as
     captured graphs, one per batch size, captured when first needed; it changes no result, and
     nothing on a CPU or with float32 numerics. `seed` makes the seeds of requests that bring none.
+    `cost_model` names the calibrated step-time model (JSON) that chunk_policy = 'cost_target' asks.
     """
 
     device: str = "cpu"
@@ -48,6 +49,7 @@ class EngineOptions:
     revision: str | None = None
     seed: int = 0
     record: str | None = None
+    cost_model: str | None = None
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -133,6 +135,10 @@ def split_options(options: Mapping[str, Any]) -> tuple[EngineOptions, dict[str, 
             raise ConfigError(name, value, f"unknown option; known: {known}")
     engine = EngineOptions(**{n: v for n, v in options.items() if n in engine_names})
     _require_device(engine.device)
+    policy = options.get("chunk_policy", "token_budget")
+    if engine.cost_model is not None and policy != "cost_target":
+        raise ConfigError("cost_model", engine.cost_model,
+                          "is used by chunk_policy = 'cost_target' only")  # fmt: skip
     for name in ("kv_cache_memory_gb", "gpu_memory_utilization"):
         if "num_blocks" in options and getattr(engine, name) is not None:
             raise ConfigError("num_blocks", options["num_blocks"],

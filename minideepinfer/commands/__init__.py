@@ -21,11 +21,13 @@ from minideepinfer.commands.retrace import retrace
 from minideepinfer.commands.show import show
 from minideepinfer.commands.simulate import simulate
 from minideepinfer.commands.transfer import transfer
+from minideepinfer.commands.tune import tune
 
 VERBS: dict[str, Callable[..., None]] = {
     "simulate": simulate,
     "calibrate": calibrate,
     "transfer": transfer,
+    "tune": tune,
     "show": show,
     "check": check,
     "compare": compare,

@@ -12,6 +12,7 @@ import typer
 
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.errors import MiniDeepInferError
+from minideepinfer.commands.screen import tell
 from minideepinfer.commands.values import parse_pairs
 
 if TYPE_CHECKING:
@@ -53,4 +54,7 @@ def open_model(model: str, device: str, pairs: Sequence[str] | None, **options: 
     require_executor()
     from mdi_exec.llm import LLM
 
-    return LLM(model, **{"device": device, **options, **engine_options(pairs)})
+    llm = LLM(model, **{"device": device, **options, **engine_options(pairs)})
+    for note in llm.notes:
+        tell(f"note: {note}")
+    return llm

@@ -55,15 +55,15 @@ def show_json(document: dict[str, Any]) -> None:
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Callable[[int], None] | None]:
-    """Show a bar of finished requests while the block runs, if standard error is a terminal."""
+def progress(total: int, noun: str = "requests") -> Iterator[Callable[[int], None] | None]:
+    """Show a bar of finished things while the block runs, if standard error is a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn(noun), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=total)
         batch, held = max(total // PROGRESS_UPDATES, 1), 0

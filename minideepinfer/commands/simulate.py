@@ -9,12 +9,14 @@ Read next: `simulate_options.py` (what can be asked for), `minideepinfer/simulat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mdi_shared.chunking import fallback_note
 from mdi_shared.placement import placement_by_name
 from minideepinfer.commands.declare import Given, takes_options
 from minideepinfer.commands.files import require_folder, require_output
 from minideepinfer.commands.screen import progress, show_json, show_table, tell
-from minideepinfer.commands.simulate_options import DEFAULT_ACCEPT_RATE, SimulateOptions, settle
+from minideepinfer.commands.simulate_options import SimulateOptions, settle
 from minideepinfer.commands.simulate_setup import (
+    accept_rate,
     make_roofline,
     make_scheduler,
     make_shape,
@@ -40,10 +42,10 @@ def simulate(given: Given) -> None:
     Step times come from a roofline (uncalibrated), or from a model with --cost,
     fitted (mdi calibrate) or predicted (mdi transfer).
     """
-    options, scheduler_options = settle(given)
+    options, scheduler_options = settle(given, SimulateOptions)
     fitted = read_cost(options)
     shape = make_shape(options, fitted)
-    config = make_scheduler(options, scheduler_options, shape)
+    config = make_scheduler(options, scheduler_options, shape, options.slo_tpot_ms)
     config.require_pool_fits()
     cost = fitted if fitted is not None else make_roofline(options, shape)
     placement = placement_by_name(options.placement)
@@ -60,17 +62,13 @@ def simulate(given: Given) -> None:
             shape=shape,
             placement=placement,
             seed=options.seed,
-            draft_accept_rate=(
-                DEFAULT_ACCEPT_RATE
-                if options.draft_accept_rate is None
-                else options.draft_accept_rate
-            ),
+            draft_accept_rate=accept_rate(options),
             until_s=options.until_s,
             fast_forward=options.fast_forward,
             on_progress=on_progress,
         )
     notes = [memory_note(cost, shape, config), model_note(cost, shape),
-             ranks_note(cost, options.ranks)]  # fmt: skip
+             ranks_note(cost, options.ranks), fallback_note(config, cost)]  # fmt: skip
     report(run, options, [*work.metadata.notes, *(note for note in notes if note is not None)])
 
 

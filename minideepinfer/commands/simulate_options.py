@@ -1,17 +1,17 @@
-"""Options of `mdi simulate`: the command line over a TOML file over defaults.
+"""Options of `mdi simulate` and `mdi tune`: the command line over a TOML file over defaults.
 
-A file has the tables `[simulate]`, with the options below under their field names, and
+A file has a table named like the verb, with its options under their field names, and
 `[scheduler]`, with those of `SchedulerConfig`; `--set` overrides the latter. Paths count from the
 current folder.
 
-Read next: `simulate.py`, which runs them.
+Read next: `simulate.py` and `tune.py`, which run them.
 """
 # ruff: noqa: RUF009 - `option` returns a dataclass field, as `dataclasses.field` does
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.errors import ConfigError, MiniDeepInferError
@@ -29,8 +29,8 @@ DEFAULT_ACCEPT_RATE = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateOptions:
-    """What `mdi simulate` can be asked for; None is "not given"."""
+class ServingOptions:
+    """What is served, and on what: shared by the verbs that simulate; None is "not given"."""
 
     trace: Path | None = argument(help="Request trace in any known format.")
     workload: str | None = option(
@@ -101,10 +101,6 @@ class SimulateOptions:
         None, "--until", "--until-s", metavar="S", panel=ENGINE,
         help="Stop at S virtual seconds; what is open then is reported unfinished.",
     )  # fmt: skip
-    fast_forward: bool = option(
-        True, "--fast-forward/--no-fast-forward", panel=ENGINE,
-        help="Advance unchanging decode batches as one event; the result is the same.",
-    )  # fmt: skip
     config: Path | None = option(
         None, "--config", metavar="FILE.toml", panel=CONFIG, in_file=False,
         help="A file with tables scheduler and simulate.",
@@ -112,6 +108,19 @@ class SimulateOptions:
     set: list[str] = option(
         (), "--set", metavar="KEY=VALUE", panel=CONFIG, in_file=False,
         help="Scheduler option, such as max_num_batched_tokens=4096; may be repeated.",
+    )  # fmt: skip
+    json: bool | None = option(
+        None, "--json", panel=RESULTS, in_file=False, help="Print one JSON document, no tables."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateOptions(ServingOptions):
+    """What `mdi simulate` can be asked for."""
+
+    fast_forward: bool = option(
+        True, "--fast-forward/--no-fast-forward", panel=ENGINE,
+        help="Advance unchanging decode batches as one event; the result is the same.",
     )  # fmt: skip
     slo_ttft_ms: float | None = option(
         None, "--slo-ttft-ms", metavar="MS", panel=RESULTS, help="Bound on TTFT for goodput."
@@ -130,27 +139,28 @@ class SimulateOptions:
         None, "--perfetto", metavar="FILE.json", panel=RESULTS,
         help="Export for ui.perfetto.dev, .json or .json.gz.",
     )  # fmt: skip
-    json: bool | None = option(
-        None, "--json", panel=RESULTS, in_file=False, help="Print one JSON document, no tables."
-    )
 
 
 SCHEDULER_TYPES = get_type_hints(SchedulerConfig)
-SIMULATE_TYPES = {
-    name: kind
-    for name, kind in get_type_hints(SimulateOptions).items()
-    if SimulateOptions.__dataclass_fields__[name].metadata["in_file"]
-}
+Options = TypeVar("Options", bound=ServingOptions)
 
 
-def settle(given: Given) -> tuple[SimulateOptions, dict[str, Any]]:
+def settle(
+    given: Given, kind: type[Options], verb: str = "simulate"
+) -> tuple[Options, dict[str, Any]]:
     """Return the options and the scheduler's, from the command line and the file it names.
 
-    Raises `ConfigError` for an unknown or mistyped option, and for two that contradict each other.
+    The file's table is named by the `verb`. Raises `ConfigError` for an unknown or mistyped
+    option, and for two that contradict each other.
     """
-    tables = {"scheduler": SCHEDULER_TYPES, "simulate": SIMULATE_TYPES}
+    types = {
+        name: declared
+        for name, declared in get_type_hints(kind).items()
+        if kind.__dataclass_fields__[name].metadata["in_file"]
+    }
+    tables = {"scheduler": SCHEDULER_TYPES, verb: types}
     from_file = read_config(given["config"], tables) if "config" in given else {}
-    options = SimulateOptions(**{**from_file.get("simulate", {}), **given})
+    options = kind(**{**from_file.get(verb, {}), **given})
     scheduler = {
         **from_file.get("scheduler", {}),
         **parse_pairs(given.get("set", ()), SCHEDULER_TYPES),
@@ -160,7 +170,7 @@ def settle(given: Given) -> tuple[SimulateOptions, dict[str, Any]]:
     return options, scheduler
 
 
-def _check_source(options: SimulateOptions) -> None:
+def _check_source(options: ServingOptions) -> None:
     trace, workload = options.trace, options.workload
     if trace is None and workload is None:
         raise MiniDeepInferError("nothing to simulate: give a request trace, or --workload PRESET "
@@ -173,7 +183,7 @@ def _check_source(options: SimulateOptions) -> None:
         _refuse(options, ("format", "limit", "sort"), "belongs to a trace file, not to --workload")
 
 
-def _check_engine(options: SimulateOptions, scheduler: Mapping[str, Any]) -> None:
+def _check_engine(options: ServingOptions, scheduler: Mapping[str, Any]) -> None:
     if options.cost is not None:
         _refuse(options, ("hardware", "ep"), "belongs to the roofline, which --cost replaces")
     rate = options.draft_accept_rate
@@ -188,7 +198,7 @@ def _check_engine(options: SimulateOptions, scheduler: Mapping[str, Any]) -> Non
                           "give one of them")  # fmt: skip
 
 
-def _refuse(options: SimulateOptions, names: tuple[str, ...], why: str) -> None:
+def _refuse(options: ServingOptions, names: tuple[str, ...], why: str) -> None:
     for name in names:
         value = getattr(options, name)
         if value is not None:

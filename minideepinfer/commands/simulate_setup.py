@@ -1,4 +1,4 @@
-"""From the options of `mdi simulate` to what `simulate` takes: requests, scheduler, cost model.
+"""From the options of the verbs that simulate to requests, scheduler and cost model.
 
 Nothing is run here.
 
@@ -21,10 +21,11 @@ from mdi_shared.roofline import RooflineCost
 from mdi_shared.shape import ModelShape, shape_by_name, shape_from_mapping
 from minideepinfer.commands.files import read_requests, require_input
 from minideepinfer.commands.simulate_options import (
+    DEFAULT_ACCEPT_RATE,
     DEFAULT_HARDWARE,
     DEFAULT_MODEL,
     DEFAULT_REQUESTS,
-    SimulateOptions,
+    ServingOptions,
 )
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ SPLIT_WEIGHTS = ("routed_experts", "engram_tables")  # over expert-parallel rank
 GB = 1e9
 
 
-def make_work(options: SimulateOptions) -> "RequestTrace":
+def make_work(options: ServingOptions) -> "RequestTrace":
     """Return the requests to simulate. Raises `ConfigError` and `TraceError`."""
     work = _generated(options) if options.trace is None else _read(options)
     if options.closed_loop is False:
@@ -42,7 +43,7 @@ def make_work(options: SimulateOptions) -> "RequestTrace":
     return work if options.speed is None else work.scaled(options.speed)
 
 
-def _generated(options: SimulateOptions) -> "RequestTrace":
+def _generated(options: ServingOptions) -> "RequestTrace":
     from mdi_traces.distributions import parse_arrivals
     from mdi_traces.generate import generate_workload
 
@@ -59,7 +60,7 @@ def _generated(options: SimulateOptions) -> "RequestTrace":
     return work
 
 
-def _read(options: SimulateOptions) -> "RequestTrace":
+def _read(options: ServingOptions) -> "RequestTrace":
     assert options.trace is not None, "options name a trace or a workload"
     return read_requests(
         options.trace,
@@ -72,7 +73,7 @@ def _read(options: SimulateOptions) -> "RequestTrace":
     )
 
 
-def make_shape(options: SimulateOptions, cost: LinearCost | PredictedCost | None) -> ModelShape:
+def make_shape(options: ServingOptions, cost: LinearCost | PredictedCost | None) -> ModelShape:
     """Return the model to simulate: the one named, the one step times are for, or ours.
 
     Raises `ConfigError` for another model than the one that step times were predicted for.
@@ -87,7 +88,7 @@ def make_shape(options: SimulateOptions, cost: LinearCost | PredictedCost | None
     return shape_by_name(options.model or DEFAULT_MODEL)
 
 
-def read_cost(options: SimulateOptions) -> LinearCost | PredictedCost | None:
+def read_cost(options: ServingOptions) -> LinearCost | PredictedCost | None:
     """Return the fitted or predicted model of `--cost`, if one is given."""
     if options.cost is None:
         return None
@@ -95,7 +96,7 @@ def read_cost(options: SimulateOptions) -> LinearCost | PredictedCost | None:
     return read_cost_file(options.cost)
 
 
-def make_roofline(options: SimulateOptions, shape: ModelShape) -> StepCost:
+def make_roofline(options: ServingOptions, shape: ModelShape) -> StepCost:
     """Return the roofline that `options` describe."""
     hardware = hardware_by_name(options.hardware or DEFAULT_HARDWARE)
     ep = options.ranks if options.ep is None else options.ep
@@ -106,9 +107,16 @@ def make_roofline(options: SimulateOptions, shape: ModelShape) -> StepCost:
 
 
 def make_scheduler(
-    options: SimulateOptions, given: Mapping[str, Any], shape: ModelShape
+    options: ServingOptions,
+    given: Mapping[str, Any],
+    shape: ModelShape,
+    slo_tpot_ms: float | None = None,
 ) -> SchedulerConfig:
-    """Return the scheduler's options, its KV pool sized by `--kv-cache-memory-gb` where given."""
+    """Return the scheduler's options, its KV pool sized by `--kv-cache-memory-gb` where given.
+
+    A cost target that nothing else sets follows the bound on TPOT.
+    """
+    given = _with_target(given, slo_tpot_ms)
     config = SchedulerConfig.from_mapping(given)
     pool_gb = options.kv_cache_memory_gb
     if pool_gb is None:
@@ -121,6 +129,20 @@ def make_scheduler(
         raise ConfigError("kv_cache_memory_gb", pool_gb, "must hold at least 2 blocks of "
                           f"{block_bytes:,} bytes")  # fmt: skip
     return SchedulerConfig.from_mapping({**given, "num_blocks": num_blocks})
+
+
+def accept_rate(options: ServingOptions) -> float:
+    """Return the chance that a draft token is accepted."""
+    rate = options.draft_accept_rate
+    return DEFAULT_ACCEPT_RATE if rate is None else rate
+
+
+def _with_target(given: Mapping[str, Any], slo_tpot_ms: float | None) -> Mapping[str, Any]:
+    """Let the bound on TPOT be the one on gaps that a cost target without any setting follows."""
+    wants = given.get("chunk_policy") == "cost_target" and slo_tpot_ms is not None
+    if wants and given.get("prefill_target_ms") is None and given.get("slo_itl_ms") is None:
+        return {**given, "slo_itl_ms": slo_tpot_ms}
+    return given
 
 
 def memory_note(cost: StepCost, shape: ModelShape, config: SchedulerConfig) -> str | None:

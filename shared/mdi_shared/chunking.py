@@ -8,15 +8,17 @@ checkpoints and the lookahead are the scheduler's business, not a policy's.
 Read next: `prefill.py` (the caller), `cost.py` and `work.py` (what a step takes).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from math import lcm
 from typing import Protocol
 
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.cost import StepCost
 from mdi_shared.errors import ConfigError
+from mdi_shared.linear_cost import LinearCost
 from mdi_shared.shape import ModelShape
-from mdi_shared.work import PromptRow, add_work, prefill_work
+from mdi_shared.work import PromptRow, add_work, decode_work, prefill_work
 
 
 class ChunkPolicy(Protocol):
@@ -97,6 +99,12 @@ class CostTarget:
         self.tail_min = tail_min
         self.min_chunk = -(-min_chunk // cp_align) * cp_align
 
+    def at(self, share: int, of: int) -> "CostTarget":
+        """Return this policy with `share` parts `of` its target."""
+        other = copy(self)
+        other.target_ns = max(self.target_ns * share // of, 1)
+        return other
+
     def chunk_tokens(
         self,
         picked: Sequence[PromptRow],
@@ -125,12 +133,53 @@ class CostTarget:
 
 
 def make_policy(config: SchedulerConfig, shape: ModelShape, cost: StepCost) -> ChunkPolicy:
-    """Return the policy `config` names; `prefill_target_ms` is a step's device time."""
-    if config.chunk_policy == "token_budget":
+    """Return the policy `config` names, or the token budget where `fallback_note` says why.
+
+    Raises `ConfigError` when `slo_itl_ms` leaves no time for a prefill step.
+    """
+    if config.chunk_policy == "token_budget" or why_not_control(cost) is not None:
         return TokenBudget()
-    assert config.prefill_target_ms is not None, "the config demands a target for cost_target"
-    target_ns = int(config.prefill_target_ms * 1e6 + 0.5)
-    return CostTarget(shape, cost, target_ns, cp_align=config.cp_align)
+    return CostTarget(shape, cost, _target_ns(config, shape, cost), cp_align=config.cp_align)
+
+
+def fallback_note(config: SchedulerConfig, cost: StepCost) -> str | None:
+    """Say that chunks follow the token budget although `config` asks for a cost target, and why."""
+    reason = why_not_control(cost) if config.chunk_policy == "cost_target" else None
+    if reason is None:
+        return None
+    return f"chunks follow the token budget, {config.token_budget:,}, not the cost target: {reason}"
+
+
+def why_not_control(cost: StepCost) -> str | None:
+    """Return why chunk sizes may not be chosen by `cost`; None when they may (§7.3, the gate).
+
+    A fitted model must have predicted prefill steps of held-out shapes well enough; its file says
+    so. A model that was not fitted has no such error and is taken at its word.
+    """
+    found = cost.fit.get("prefill") if isinstance(cost, LinearCost) else None
+    if not isinstance(found, Mapping) or found.get("usable_for_control", False) is True:
+        return None
+    error = found.get("held_out_mape")
+    size = f"is {error:.1%}" if isinstance(error, float) else "is not known"
+    return f"the model's error on prefill steps of held-out shapes {size}, too uncertain for that"
+
+
+def _target_ns(config: SchedulerConfig, shape: ModelShape, cost: StepCost) -> int:
+    """Return the device time to aim at, ns: as given, or what is left of the gap allowed.
+
+    A prefill step lies in one gap between two tokens of every running sequence (§7.3, ii). So do
+    the host's work around it, which does not overlap with it, and the decode step that ends the
+    gap, taken as the shortest there is.
+    """
+    if config.prefill_target_ms is not None:
+        return int(config.prefill_target_ms * 1e6 + 0.5)
+    assert config.slo_itl_ms is not None, "the config demands one of the two for cost_target"
+    others = sum(cost.host.of_step(1, is_alone=True)) + cost.device_ns(decode_work(shape, [1]))
+    target = int(config.slo_itl_ms * 1e6 + 0.5) - others
+    if target < 1:
+        raise ConfigError("slo_itl_ms", config.slo_itl_ms, f"must be above the {others / 1e6:.3f} "
+                          "ms that the host and one decode step take")  # fmt: skip
+    return target
 
 
 def _largest(most: int, holds: Callable[[int], bool]) -> int:

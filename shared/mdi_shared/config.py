@@ -6,6 +6,7 @@ from it, `docs/design.md` says why.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from math import inf
 from typing import Any
 
 from mdi_shared.errors import ConfigError
@@ -24,7 +25,10 @@ class SchedulerConfig:
 
     Lengths and budgets are tokens, `num_blocks` counts KV blocks of `block_size` tokens including
     block 0, which is never handed out. `max_num_batched_tokens=None` derives the budget (see
-    `token_budget`). Raises `ConfigError` naming the field, its value and what is allowed.
+    `token_budget`). `prefill_target_ms` is the device time a prefill step aims at, `slo_itl_ms`
+    instead the longest gap between two tokens that a prefill step may cause; `balance_target` lets
+    data-parallel ranks agree on a share of it at each prefill (`balance.py`). Raises `ConfigError`
+    naming the field, its value and what is allowed.
     """
 
     max_num_seqs: int = 256
@@ -45,6 +49,8 @@ class SchedulerConfig:
     eos_token_id: int = 1
     chunk_policy: str = "token_budget"
     prefill_target_ms: float | None = None
+    slo_itl_ms: float | None = None
+    balance_target: bool = False
     strict_upstream: bool = False
 
     def __post_init__(self) -> None:
@@ -92,15 +98,22 @@ class SchedulerConfig:
     def _check_chunk_policy(self) -> None:
         _require(self.chunk_policy in CHUNK_POLICIES, "chunk_policy", self.chunk_policy,
                  f"must be one of {', '.join(CHUNK_POLICIES)}")  # fmt: skip
-        target = self.prefill_target_ms
-        if self.chunk_policy == "cost_target":
-            _require(target is not None and target > 0, "prefill_target_ms", target,
-                     "chunk_policy = 'cost_target' needs a step time above 0 ms")  # fmt: skip
-            _require(self.chunked_prefill, "chunked_prefill", self.chunked_prefill,
-                     "chunk_policy = 'cost_target' splits prompts, so it must be true")  # fmt: skip
-        else:
-            _require(target is None, "prefill_target_ms", target,
-                     "is used by chunk_policy = 'cost_target' only")  # fmt: skip
+        bounds = {name: getattr(self, name) for name in ("prefill_target_ms", "slo_itl_ms")}
+        given = {name: bound for name, bound in bounds.items() if bound is not None}
+        if self.chunk_policy != "cost_target":
+            if self.balance_target:
+                given["balance_target"] = True
+            for name, bound in given.items():
+                _require(False, name, bound, "is used by chunk_policy = 'cost_target' only")
+            return
+        _require(bool(given), "prefill_target_ms", None, "chunk_policy = 'cost_target' needs a "
+                 "step time above 0 ms, or slo_itl_ms")  # fmt: skip
+        _require(len(given) == 1, "slo_itl_ms", self.slo_itl_ms, "contradicts prefill_target_ms = "
+                 f"{self.prefill_target_ms}: give one of them")  # fmt: skip
+        for name, bound in given.items():
+            _require(0 < bound < inf, name, bound, "must be a finite number above 0 ms")
+        _require(self.chunked_prefill, "chunked_prefill", self.chunked_prefill,
+                 "chunk_policy = 'cost_target' splits prompts, so it must be true")  # fmt: skip
 
     @property
     def cp_align(self) -> int:

@@ -9,18 +9,22 @@ from mdi_shared.chunking import ChunkPolicy
 from mdi_shared.plan import Ending
 from mdi_shared.queues import Queues
 from mdi_shared.request import Sequence, State
+from mdi_shared.work import PromptRow
 
 
 class PrefillBatch:
     """The step being assembled, with the room that is left."""
 
-    __slots__ = ("ignored", "k_room", "new_blocks", "picked", "qs", "rows", "used_tokens")
+    __slots__ = (
+        "ignored", "k_room", "new_blocks", "picked", "policy", "qs", "rows", "used_tokens",
+    )  # fmt: skip
 
-    def __init__(self, k_room: int) -> None:
+    def __init__(self, k_room: int, policy: ChunkPolicy) -> None:
+        self.policy = policy
         self.picked: list[Sequence] = []
         self.qs: list[int] = []
         self.new_blocks: list[tuple[int, ...]] = []
-        self.rows: list[tuple[int, int, int]] = []  # (q, k, prompt length) for the chunk policy
+        self.rows: list[PromptRow] = []  # for the chunk policy
         self.ignored: list[Ending] = []
         self.used_tokens = 0
         self.k_room = k_room  # sum of full lengths still allowed
@@ -35,13 +39,14 @@ class PrefillSelection:
         self.queues = queues
         self.policy = policy
 
-    def select(self) -> PrefillBatch | None:
+    def select(self, policy: ChunkPolicy | None = None) -> PrefillBatch | None:
         """Take sequences out of `waiting`; None when neither a sequence nor a rejection came up.
 
-        A batch that holds only rejections still counts as a prefill step.
+        A batch that holds only rejections still counts as a prefill step. `policy` replaces the
+        own one this time.
         """
         queues, config = self.queues, self.queues.config
-        batch = PrefillBatch(config.prefill_max_sum_seqlen_k)
+        batch = PrefillBatch(config.prefill_max_sum_seqlen_k, policy or self.policy)
         while queues.waiting:
             seq = queues.waiting[0]
             if seq.is_finished:
@@ -65,6 +70,36 @@ class PrefillSelection:
                 break  # a partial prompt is the last of its step
         return batch if batch.picked or batch.ignored else None
 
+    def preview(self, policy: ChunkPolicy) -> list[PromptRow]:
+        """Return the rows `select` would pick with `policy`, checkpoints aside; changes nothing."""
+        queues, config = self.queues, self.queues.config
+        rows: list[PromptRow] = []
+        seats = config.max_num_seqs - len(queues.running)
+        free_blocks, free_slots = queues.blocks.num_free, queues.slots.num_free
+        used, k_room, align = 0, config.prefill_max_sum_seqlen_k, config.cp_align
+        for seq in queues.waiting:
+            if seq.is_finished:
+                continue
+            if not seq.schedulable:
+                break
+            if not seq.block_table:
+                if seq.num_tokens > config.prompt_limit or queues.fits(seq) is Fit.NEVER:
+                    continue
+                free_blocks -= queues.blocks_needed(seq)
+                free_slots -= 1
+            k_room -= seq.num_tokens
+            if min(free_blocks, free_slots, k_room) < 0 or len(rows) >= seats:
+                break
+            work, room = seq.num_tokens - seq.cached, (config.token_budget - used) // align * align
+            tokens = policy.chunk_tokens(rows, seq.cached, work, room, seq.num_tokens)
+            if tokens < max(config.lookahead, 1) or (tokens < work and not config.chunked_prefill):
+                break
+            used += -(-tokens // align) * align
+            rows.append((tokens, seq.cached + tokens, seq.num_tokens))
+            if tokens < work:
+                break
+        return rows
+
     def _tokens_to_run(self, batch: PrefillBatch, seq: Sequence) -> int:
         """Steps 4 to 11 of §2.3; 0 = it must wait. Consumes checkpoints even then (§13.10)."""
         config = self.queues.config
@@ -76,7 +111,7 @@ class PrefillSelection:
         work = seq.num_tokens - seq.cached
         align = config.cp_align
         room = (config.token_budget - batch.used_tokens) // align * align
-        tokens = self.policy.chunk_tokens(batch.rows, seq.cached, work, room, seq.num_tokens)
+        tokens = batch.policy.chunk_tokens(batch.rows, seq.cached, work, room, seq.num_tokens)
         assert 0 <= tokens <= min(work, room), f"chunk policy asked for {tokens} of {work} tokens"
         while seq.checkpoints and seq.checkpoints[0] <= seq.cached:
             seq.checkpoints.pop(0)

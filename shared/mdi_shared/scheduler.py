@@ -9,7 +9,8 @@ Read next: `prefill.py` and `decode.py` (who is chosen), `queues.py` (memory), `
 
 from collections import deque
 
-from mdi_shared.chunking import ChunkPolicy, TokenBudget
+from mdi_shared.balance import SHARES, Offer, make_offer
+from mdi_shared.chunking import ChunkPolicy, CostTarget, TokenBudget
 from mdi_shared.commit import Flight, commit_step, dropped_rows
 from mdi_shared.config import WATERMARK, SchedulerConfig
 from mdi_shared.decode import DecodeSelection
@@ -121,14 +122,32 @@ class Scheduler:
             return False
         return bool(queues.waiting[0].block_table) or not queues.running
 
-    def try_prefill(self, ballot: Ballot) -> StepPlan | None:
-        """Plan a prefill step, or return None when nothing at all can be admitted."""
-        batch = self._prefill.select()
+    @property
+    def balances(self) -> bool:
+        """Whether a group agrees on the step time that its chunks aim at."""
+        return self.config.balance_target and isinstance(self.policy, CostTarget)
+
+    def offer(self, ballot: Ballot) -> Offer:
+        """Return what this rank would prefill at each share of its target; changes nothing."""
+        assert isinstance(self.policy, CostTarget), "only a target has shares"
+        return make_offer(self._prefill, self.policy) if ballot.want else Offer()
+
+    def try_prefill(self, ballot: Ballot, share: int = SHARES) -> StepPlan | None:
+        """Plan a prefill step, or return None when nothing at all can be admitted.
+
+        `share` is how much of the target step time the group has agreed on (`balance.py`).
+        """
+        batch = self._prefill.select(self._policy_at(share))
         return None if batch is None else self._plan_prefill(batch, ballot)
 
-    def plan_idle_prefill(self, ballot: Ballot) -> StepPlan:
+    def plan_idle_prefill(self, ballot: Ballot, share: int = SHARES) -> StepPlan:
         """Plan an empty prefill step, for a rank whose group prefills without it."""
-        return self._plan_prefill(PrefillBatch(0), ballot)
+        return self._plan_prefill(PrefillBatch(0, self._policy_at(share)), ballot)
+
+    def _policy_at(self, share: int) -> ChunkPolicy:
+        if share == SHARES or not isinstance(self.policy, CostTarget):
+            return self.policy
+        return self.policy.at(share, SHARES)
 
     def plan_decode(self, ballot: Ballot) -> StepPlan:
         """Plan a decode step, maybe an empty one; raises `DeadlockError` if none can ever help."""
@@ -183,7 +202,7 @@ class Scheduler:
             free_blocks=self.queues.blocks.num_free,
             free_slots=self.queues.slots.num_free,
             num_batched_tokens=batch.used_tokens,
-            target_ns=self.policy.target_ns,
+            target_ns=batch.policy.target_ns,
         )
         self._take_off(Flight(plan, picked))
         self.decode_step = 0

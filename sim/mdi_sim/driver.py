@@ -15,6 +15,7 @@ from mdi_shared.loop import (
     Answer,
     AwaitArrival,
     AwaitStep,
+    Balance,
     Effect,
     Launch,
     News,
@@ -114,6 +115,8 @@ class RankDriver:
             verdict = yield from self.group.vote(effect.ballot)
             self.wait_ns += self.now - arrived
             return verdict
+        if isinstance(effect, Balance):  # right after a vote: nobody waits here
+            return (yield from self.group.balance(effect.offer))
         assert isinstance(effect, AwaitArrival), effect
         return (yield from self._await_arrival())
 

@@ -14,13 +14,19 @@ import pyarrow as pa
 import simpy
 from numpy.typing import NDArray
 
+from mdi_shared.chunking import ChunkPolicy, make_policy
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.cost import ConstantCost
+from mdi_shared.cost import ConstantCost, StepCost
 from mdi_shared.errors import ConfigError
+from mdi_shared.hardware import H200
+from mdi_shared.linear_cost import LinearCost
 from mdi_shared.loop import Answer, Effect, Launch, News, Poll
 from mdi_shared.placement import RoundRobin
 from mdi_shared.plan import StepResult
+from mdi_shared.predicted_cost import KIND as PREDICTED
+from mdi_shared.predicted_cost import PredictedCost
 from mdi_shared.request import Request
+from mdi_shared.roofline import RooflineCost
 from mdi_shared.scheduler import Scheduler
 from mdi_shared.shape import ModelShape, shape_by_name, shape_from_mapping
 from mdi_shared.work import step_work
@@ -56,7 +62,7 @@ def replay_recorded(recorded: Run, shape: ModelShape | None = None) -> Run:
     workload = Workload(trace, 1, RoundRobin())
     env = simpy.Environment()
     recorder = RankRecorder(0)
-    scheduler = Scheduler(config)
+    scheduler = Scheduler(config, _recorded_policy(recorded, config, shape))
     driver = _RecordedDriver(
         0,
         group=Group(env, 1),
@@ -77,6 +83,23 @@ def replay_recorded(recorded: Run, shape: ModelShape | None = None) -> Run:
         [recorder], trace, recorded.metadata, config, run_id="replayed", arrived_ns={},
         unfinished_reason="the record ends here",
     )  # fmt: skip
+
+
+def _recorded_policy(recorded: Run, config: SchedulerConfig, shape: ModelShape) -> ChunkPolicy:
+    """Return the chunk policy of the record, asking the step times that it asked."""
+    known: StepCost = RooflineCost(H200, shape)  # what the executor asks without a fitted model
+    if config.chunk_policy == "token_budget":
+        return make_policy(config, shape, known)
+    options = recorded.metadata.config
+    described = options.get("chunk_cost") or options.get("cost")
+    if isinstance(described, dict) and described.get("kind") == "linear":
+        return make_policy(config, shape, LinearCost.from_description(described))
+    if isinstance(described, dict) and described.get("kind") == PREDICTED:
+        return make_policy(config, shape, PredictedCost.from_json(described))
+    if described != known.describe():
+        raise ConfigError("chunk_cost", described, "the record's metadata must hold the step times "
+                          "that its chunks were chosen by")  # fmt: skip
+    return make_policy(config, shape, known)
 
 
 def recorded_shape(recorded: Run) -> ModelShape:

@@ -48,6 +48,7 @@ def simulate(
     until_s: float | None = None,
     fast_forward: bool = True,
     on_progress: Callable[[int], None] | None = None,
+    chunk_cost: StepCost | None = None,
 ) -> Run:
     """Serve every request of `trace` and return what happened.
 
@@ -57,7 +58,7 @@ def simulate(
     a whole. The run stops at `until_s` virtual seconds; what has not ended by then is reported
     unfinished, and apart what had not arrived. `fast_forward=False` runs every decode step through
     the loop; the result is the same. `on_progress` is called with the number of requests that just
-    ended.
+    ended. `chunk_cost` is what the chunk policy believes of step times (left out: `cost`).
 
     Raises `ConfigError` for options that contradict each other or a KV pool that could not serve
     one request of `max_model_len`, and `DeadlockError` when no step can ever help (only the
@@ -70,9 +71,9 @@ def simulate(
     env = simpy.Environment()
     group = Group(env, ranks)
     sources = make_sources(workload.arrivals)
-    schedulers = [Scheduler(config, make_policy(config, shape, cost)) for _ in range(ranks)]
-    drafting = config.num_draft_tokens > 0
-    recorders = [RankRecorder(rank, drafting=drafting) for rank in range(ranks)]
+    policy = make_policy(config, shape, cost if chunk_cost is None else chunk_cost)
+    schedulers = [Scheduler(config, policy) for _ in range(ranks)]
+    recorders = [RankRecorder(rank, drafting=config.num_draft_tokens > 0) for rank in range(ranks)]
     for rank, recorder in enumerate(recorders):
         driver = RankDriver(
             rank,

@@ -8,7 +8,18 @@ taken from the cost model, so that its run can be compared with the simulator's,
 import threading
 from collections import deque
 
-from mdi_shared.loop import AwaitArrival, AwaitStep, Launch, News, Poll, Report, Vote, serve
+from mdi_shared.balance import best_share
+from mdi_shared.loop import (
+    AwaitArrival,
+    AwaitStep,
+    Balance,
+    Launch,
+    News,
+    Poll,
+    Report,
+    Vote,
+    serve,
+)
 from mdi_shared.vote import decide
 from mdi_shared.work import step_work
 
@@ -90,6 +101,8 @@ class BlockingRank:
             self.now = max(now for _, now in votes)
             self.waited += self.now - before
             return decide(effect.ballot.rule, [ballot.want for ballot, _ in votes])
+        if isinstance(effect, Balance):
+            return best_share(self.exchange.gather(self.rank, effect.offer))
         if isinstance(effect, Launch):
             return self.launch(effect.plan)
         if isinstance(effect, AwaitStep):

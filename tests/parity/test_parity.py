@@ -4,6 +4,7 @@ Not only are the plan logs equal: since both take durations from one cost model,
 are, times included. Fast-forwarding in the simulator must not show either.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import hypothesis.strategies as st
@@ -146,6 +147,17 @@ def test_simulator_and_blocking_driver_make_the_same_run(trace, config, ranks):
     cost = RooflineCost(H200, TINY, ep=ranks, host=HOST)
     simulated = simulate(trace, scheduler=config, cost=cost, shape=TINY, ranks=ranks)
     assert_same_run(simulated, blocking_run(trace, config, cost, ranks))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(traces, configs(), st.sampled_from([1, 3]), st.sampled_from([0.05, 0.2, 1.0]), st.booleans())
+def test_both_drivers_balance_a_cost_target_alike(trace, config, ranks, target_ms, balance):
+    target = replace(config, chunk_policy="cost_target", prefill_target_ms=target_ms,
+                     balance_target=balance)  # fmt: skip
+    cost = RooflineCost(H200, TINY, host=HOST)
+    simulated = simulate(trace, scheduler=target, cost=cost, shape=TINY, ranks=ranks)
+    assert_same_run(simulated, blocking_run(trace, target, cost, ranks))
+    assert [finding for finding in check_run(simulated) if not finding.skipped] == []
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)

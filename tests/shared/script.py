@@ -7,10 +7,12 @@ launched step is logged with the state it left behind.
 from collections import deque
 from dataclasses import dataclass, field
 
+from mdi_shared.balance import best_share
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.loop import (
     AwaitArrival,
     AwaitStep,
+    Balance,
     Launch,
     News,
     Poll,
@@ -108,7 +110,7 @@ class ScriptedRank:
         self.early: list[Report] = []  # reports that belong to no step, like a flush's
         self.loop = serve(self.scheduler, num_ranks=num_ranks)
         self.in_group = num_ranks > 1
-        self.pending: Vote | AwaitArrival | None = None
+        self.pending: Vote | Balance | AwaitArrival | None = None
         self.done = False
         self.answer = None
 
@@ -120,7 +122,9 @@ class ScriptedRank:
             except StopIteration:
                 self.done = True
                 return
-            if isinstance(effect, Vote) or (isinstance(effect, AwaitArrival) and self.in_group):
+            if isinstance(effect, Vote | Balance) or (
+                isinstance(effect, AwaitArrival) and self.in_group
+            ):
                 self.pending = effect
                 return
             self.answer = self._answer(effect, max_steps)
@@ -239,10 +243,12 @@ def play(config, script, steps, **options) -> list[Turn]:
     return rank.turns
 
 
-def play_group_ranks(configs, scripts, steps, stops=None) -> list[ScriptedRank]:
+def play_group_ranks(configs, scripts, steps, stops=None, policy=None) -> list[ScriptedRank]:
     """Run several ranks in lockstep, carrying their ballots."""
     ranks = [
-        ScriptedRank(config, script, num_ranks=len(configs), stops=stops[i] if stops else None)
+        ScriptedRank(
+            config, script, num_ranks=len(configs), stops=stops[i] if stops else None, policy=policy
+        )
         for i, (config, script) in enumerate(zip(configs, scripts, strict=True))
     ]
     while not all(rank.done for rank in ranks):
@@ -264,6 +270,8 @@ def _meet(ranks: list[ScriptedRank]) -> None:
     if kinds == {AwaitArrival}:
         awake = [rank.wake() for rank in ranks]
         answer = any(awake)
+    elif kinds == {Balance}:
+        answer = best_share([rank.pending.offer for rank in ranks])
     else:
         votes = [rank.pending for rank in ranks]
         assert len({vote.topic for vote in votes}) == 1, "ranks vote on different things"

@@ -1,13 +1,16 @@
 """Chunk policies: the worked example of engine-semantics §7.3, and the splitter's promises."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mdi_shared.chunking import CostTarget, TokenBudget, make_policy
+from mdi_shared.chunking import CostTarget, TokenBudget, fallback_note, make_policy
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.cost import NO_HOST_COST, ConstantCost
+from mdi_shared.cost import NO_HOST_COST, ConstantCost, HostCost
 from mdi_shared.errors import ConfigError
+from mdi_shared.linear_cost import PREFILL_TERMS, DecodeTerms, LinearCost, PrefillTerms
 from mdi_shared.shape import TINY, V41_FLASH
 from mdi_shared.work import prefill_work
 
@@ -185,3 +188,47 @@ def test_settings_are_checked(wrong):
         CostTarget(TINY, RowCost(), 1, **wrong)
     with pytest.raises(ConfigError, match="target_ns"):
         CostTarget(TINY, RowCost(), 0)
+
+
+class Fitted(LinearCost):
+    """A fitted model of one term: 1 ms per 1,000 rows; its file names an error."""
+
+    @classmethod
+    def with_error(cls, usable, mape=0.2):
+        terms = dict.fromkeys(PREFILL_TERMS, 0.0) | {"rows": 1_000.0}
+        decode = DecodeTerms(const=2e6, rows=0.0, sum_k=0.0, n_seqs=0.0)
+        fit = {"prefill": {"usable_for_control": usable, "held_out_mape": mape}}
+        return cls(prefill=PrefillTerms(**terms), decode=decode, host=NO_HOST_COST, fit=fit)
+
+
+TARGET = {"chunk_policy": "cost_target", "prefill_target_ms": 3.0}
+
+
+def test_a_model_too_uncertain_for_control_falls_back_to_the_token_budget_and_says_so():
+    config = SchedulerConfig(**TARGET, max_num_batched_tokens=2_048)
+    assert isinstance(make_policy(config, TINY, Fitted.with_error(True)), CostTarget)
+    assert fallback_note(config, Fitted.with_error(True)) is None
+    for mape, text in ((0.2, "is 20.0%"), (None, "is not known")):
+        bad = Fitted.with_error(False, mape)
+        assert isinstance(make_policy(config, TINY, bad), TokenBudget)
+        note = fallback_note(config, bad)
+        assert "token budget, 2,048" in note
+        assert text in note
+    assert fallback_note(SchedulerConfig(), bad) is None, "nobody asked for a target"
+
+
+def test_a_model_that_was_not_fitted_is_taken_at_its_word():
+    assert isinstance(make_policy(SchedulerConfig(**TARGET), TINY, RowCost()), CostTarget)
+
+
+def test_a_bound_on_gaps_leaves_the_host_and_one_decode_step_their_time():
+    host = HostCost(schedule_ns=500_000, schedule_ns_per_seq=0, launch_ns=300_000,
+                    process_ns=200_000, process_ns_per_seq=0)  # fmt: skip
+    cost = replace(Fitted.with_error(True), host=host)
+    config = SchedulerConfig(chunk_policy="cost_target", slo_itl_ms=10.0)
+    policy = make_policy(config, TINY, cost)
+    assert policy.target_ns == 10_000_000 - 1_000_000 - 2_000_000
+    assert policy.chunk_tokens([], 0, 50_000, 8_192, 50_000) == 7_000 // 128 * 128
+    tight = SchedulerConfig(chunk_policy="cost_target", slo_itl_ms=3.0)
+    with pytest.raises(ConfigError, match=r"slo_itl_ms = 3\.0: must be above the 3\.000 ms"):
+        make_policy(tight, TINY, cost)

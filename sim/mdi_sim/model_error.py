@@ -1,0 +1,73 @@
+"""What a step-time model's own error does to a simulated result: simulate it slower and faster.
+
+A cost model states the mean error of its step times on shapes it was not fitted to. If it were off
+by that much in every step of a kind, how would the run come out? Only device times scale; the host
+has no such figure. The chunk policy goes on believing the model, as it would in an engine.
+
+Read next: `tune.py` (the user), docs/tuning.md (how to read the range), `diagnostics.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mdi_shared.cost import HostCost, StepCost
+from mdi_shared.linear_cost import LinearCost
+from mdi_shared.work import StepWork
+
+PREFILL, DECODE = "prefill", "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelError:
+    """Mean relative error of single step times on held-out shapes, by kind of step."""
+
+    prefill: float
+    decode: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledCost:
+    """`cost` with device times longer by the model's error (`slower`), or shorter by it."""
+
+    cost: StepCost
+    error: ModelError
+    slower: bool
+
+    @property
+    def host(self) -> HostCost:
+        return self.cost.host
+
+    def device_ns(self, work: StepWork) -> int:
+        error = 1.0 + (self.error.prefill if work.is_prefill else self.error.decode)
+        scaled = self.cost.device_ns(work) * (error if self.slower else 1.0 / error)
+        return max(int(scaled + 0.5), 1)
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "scaled", "slower": self.slower, "of": self.cost.describe()}
+
+
+def held_out_error(cost: StepCost) -> ModelError | None:
+    """Return the errors a fitted model states; None when it states none for a kind of step."""
+    if not isinstance(cost, LinearCost):
+        return None
+    found = {}
+    for kind in (PREFILL, DECODE):
+        part = cost.fit.get(kind)
+        error = part.get("held_out_mape") if isinstance(part, Mapping) else None
+        if isinstance(error, bool) or not isinstance(error, int | float) or not error >= 0:
+            return None
+        found[kind] = float(error)
+    return ModelError(found[PREFILL], found[DECODE])
+
+
+def unfit_kinds(cost: StepCost) -> tuple[str, ...]:
+    """Return the kinds of step whose fitted times are too uncertain to choose settings by."""
+    if not isinstance(cost, LinearCost):
+        return ()
+    parts = {kind: cost.fit.get(kind) for kind in (PREFILL, DECODE)}
+    return tuple(
+        kind
+        for kind, part in parts.items()
+        if isinstance(part, Mapping) and part.get("usable_for_control", False) is not True
+    )
