@@ -9,8 +9,12 @@ Parquet files (docs/trace-format.md) whose metadata say what it holds for: GPU, 
 model, options, command, commit, date. Step items are left out where the files would exceed 2 MB.
 
     python benchmarks/record_h200.py MODEL --out FOLDER [--campaigns prefill mixed decode online
-        long_context preemption replay] [--trace CSV] [--speed 1] [--seconds 20]
-        [--most-seconds 120] [--sizes full] [--device cuda] [--set KEY=VALUE]
+        long_context rising_context preemption replay] [--runs WORKLOAD:LABEL:KEY=VALUE,...]
+        [--trace CSV] [--speed 1] [--seconds 20] [--most-seconds 120] [--sizes full]
+        [--device cuda] [--set KEY=VALUE]
+
+--runs records single workloads of the campaigns, with options of their own:
+online_high:interval1:prefill_attempt_interval=1 becomes the run online_high_interval1.
 
 MODEL is a checkpoint directory, "random:flash-slice", or "tiny", a checkpoint made for the
 occasion. To try it without a GPU: tiny --device cpu --sizes small --seconds 2.
@@ -41,6 +45,8 @@ from mdi_exec.make_checkpoint import make_checkpoint
 from mdi_exec.options import GB, split_options
 from mdi_exec.sampling import SamplingParams
 from mdi_exec.serve_trace import TraceClient
+from mdi_shared.cost_file import read_cost_file
+from mdi_shared.errors import ConfigError
 from mdi_traces.columns import ints
 from mdi_traces.requests import RequestTrace
 from mdi_traces.run import Run
@@ -59,6 +65,8 @@ def restarted(llm: LLM, options: dict[str, Any]) -> LLM:
     if llm.model.device.type == "cuda":
         torch.cuda.empty_cache()
     fresh.options, scheduler_options = split_options(options)
+    path = fresh.options.cost_model
+    fresh._cost_model = None if path is None else read_cost_file(path)
     layout = CacheLayout(config=llm.config, numerics=llm.model.numerics)
     fresh.scheduler_config = fresh._sized(layout, scheduler_options, GB)
     fresh.engine = fresh._engine(layout)
@@ -128,6 +136,18 @@ def record(
     return Run(run.steps_table, run.requests_table, metadata, run.items_table)
 
 
+def chosen(todo: list[Workload], specs: list[str]) -> Iterator[tuple[Workload, dict[str, Any]]]:
+    """Give the workloads that `--runs` names, renamed by their labels, with their options."""
+    by_name = {workload.name: workload for workload in todo}
+    for spec in specs:
+        name, _, rest = spec.partition(":")
+        label, _, pairs = rest.partition(":")
+        if name not in by_name:
+            raise ConfigError("runs", name, f"must be one of {', '.join(by_name)}")
+        options = engine_options(pairs.split(",") if pairs else [])
+        yield replace(by_name[name], name=f"{name}_{label}" if label else name), options
+
+
 def save(run: Run, prefix: Path) -> int:
     """Write the run, without items when it would be too large; returns its bytes."""
     for items in (True, False):
@@ -153,6 +173,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
     names = [*CAMPAIGNS, REPLAY]
     parser.add_argument("--campaigns", nargs="+", choices=names, default=list(CAMPAIGNS))
+    parser.add_argument("--runs", nargs="+", metavar="WORKLOAD:LABEL:KEY=VALUE,...",
+                        help="only these, with options of their own")  # fmt: skip
     parser.add_argument("--trace", type=Path, help="public trace for the replay campaign")
     parser.add_argument("--speed", type=float, default=1.0, help="of the replay")
     parser.add_argument("--seconds", type=float, default=20.0, help="arrivals taken of a trace")
@@ -166,7 +188,9 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     sizes = SIZES[options.sizes]
-    todo = workloads(options.campaigns, sizes, options.trace, options.speed)
+    found = workloads(options.campaigns, sizes, options.trace, options.speed)
+    todo = [(work, {}) for work in found] if options.runs is None else chosen(found, options.runs)
+    todo = list(todo)
     options.out.mkdir(parents=True, exist_ok=True)
     provenance = {**conditions(torch.device(options.device)), "model": options.model,
                   "command": shlex.join(sys.argv)}  # fmt: skip
@@ -180,9 +204,9 @@ def main() -> None:
         llm = LLM(model, **{**first, **given})
         warm_up(llm, chunk)
         print(f"loaded and warm after {time.perf_counter() - begin:.1f} s", flush=True)
-        for workload in todo:
+        for workload, own in todo:
             prefix = options.out / workload.name
-            llm = restarted(llm, {**workload.options, **given, "record": str(prefix)})
+            llm = restarted(llm, {**workload.options, **given, **own, "record": str(prefix)})
             run = record(llm, workload, options.seconds, options.most_seconds, provenance)
             size = save(run, prefix)
             served = run.metadata.config["provenance"]

@@ -181,6 +181,13 @@ def long_context(sizes: Sizes) -> Iterator[Workload]:
                    notes={"rate": sizes.long_rate})  # fmt: skip
 
 
+def rising_context(sizes: Sizes) -> Iterator[Workload]:
+    """The longest prompts one behind the other: what a chunk costs rises with what is cached."""
+    group = tuple(Job(sizes.long_prompts[-1], 1) for _ in range(6))
+    yield Workload("rising_context", "the longest prompts, one behind the other",
+                   _pool((group,), sizes), (group,))  # fmt: skip
+
+
 def preemption(sizes: Sizes) -> Iterator[Workload]:
     """A pool that holds all prompts but not all outputs: requests lose their memory and redo."""
     job, count = sizes.pressure, sizes.pressure_requests
@@ -202,7 +209,7 @@ def public_replay(sizes: Sizes, trace_file: Path, speed: float) -> Iterator[Work
 
 CAMPAIGNS: dict[str, Callable[[Sizes], Iterator[Workload]]] = {
     "prefill": prefill_sweep, "mixed": prefill_mixed, "decode": decode_sweep, "online": online,
-    "long_context": long_context, "preemption": preemption,
+    "long_context": long_context, "rising_context": rising_context, "preemption": preemption,
 }  # fmt: skip
 REPLAY = "replay"
 
