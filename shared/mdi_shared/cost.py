@@ -22,14 +22,16 @@ class HostCost:
     processing those of a prefill step. `prefill_launch_ns` is the time until the device can begin a
     prefill step, None: as long as a decode step's launch. `idle_ns` is all of it for a step without
     rows on a rank that has no group to keep company: nothing is laid out, launched or read then.
-    The defaults are assumptions of a plausible size, not measurements; times per token are 0 until
-    measured. Raises `ConfigError` for a time that is not an int of at least 0.
+    The defaults are assumptions of a plausible size, not measurements; `launch_ns_per_seq` and
+    times per token are 0 until measured. Raises `ConfigError` for a time that is not an int of at
+    least 0.
     """
 
     schedule_ns: int = 150_000
     schedule_ns_per_seq: int = 2_000
     ingress_ns_per_token: int = 0
     launch_ns: int = 200_000
+    launch_ns_per_seq: int = 0
     prefill_launch_ns: int | None = None
     prefill_launch_ns_per_token: int = 0
     process_ns: int = 50_000
@@ -53,7 +55,7 @@ class HostCost:
         """
         if n_seqs == 0 and is_alone:
             return self.idle_ns, 0, 0
-        launch, process = self.launch(prompt_tokens), self.process(n_seqs, prompt_tokens)
+        launch, process = self.launch(n_seqs, prompt_tokens), self.process(n_seqs, prompt_tokens)
         return self.schedule(n_seqs), launch, process
 
     def schedule(self, n_seqs: int) -> int:
@@ -64,10 +66,10 @@ class HostCost:
         """Return the time to take in requests with so many prompt tokens, ns."""
         return self.ingress_ns_per_token * prompt_tokens
 
-    def launch(self, prompt_tokens: int = 0) -> int:
+    def launch(self, n_seqs: int, prompt_tokens: int = 0) -> int:
         """Return the time to prepare a step and hand it to the device, ns."""
         if not prompt_tokens:
-            return self.launch_ns
+            return self.launch_ns + self.launch_ns_per_seq * n_seqs
         base = self.launch_ns if self.prefill_launch_ns is None else self.prefill_launch_ns
         return base + self.prefill_launch_ns_per_token * prompt_tokens
 

@@ -117,7 +117,7 @@ def fit_host(runs: Sequence[tuple[pa.Table, pa.Table]]) -> tuple[HostCost, dict[
     n_seqs, rows, arrived = all_of["n_seqs"], all_of["rows"], all_of["arrived"]
     decode, prefill = all_of["is_decode"], ~all_of["is_decode"]
     schedule, plan_report = _fit(all_of["schedule"], {"seq": n_seqs, "arrived": arrived})
-    launch, launch_report = _fit(np.where(decode, all_of["launch"], np.nan), {})
+    launch, launch_report = _fit(np.where(decode, all_of["launch"], np.nan), {"seq": n_seqs})
     begin, begin_report = _fit(np.where(prefill, all_of["launch"], np.nan), {"row": rows})
     process, process_report = _fit(all_of["process"], {"seq": n_seqs, "row": rows})
     report = {
@@ -133,6 +133,7 @@ def fit_host(runs: Sequence[tuple[pa.Table, pa.Table]]) -> tuple[HostCost, dict[
     cost = HostCost(
         schedule_ns=schedule["const"], schedule_ns_per_seq=schedule["seq"],
         ingress_ns_per_token=schedule["arrived"], launch_ns=launch["const"],
+        launch_ns_per_seq=launch["seq"],
         prefill_launch_ns=begin["const"] if begin_report["n"] else None,
         prefill_launch_ns_per_token=begin["row"],
         process_ns=process["const"], process_ns_per_seq=process["seq"],

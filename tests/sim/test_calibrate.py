@@ -366,7 +366,7 @@ def test_a_turn_without_rows_costs_its_own_host_time_and_no_device_time():
     assert (run.steps.query("kind == 'idle_decode'")["gpu_ms"] == 0).all()
     found, report = fit_host([(run.steps_table, run.requests_table)])
     assert found.idle_ns == 70_000
-    assert found.launch() == 400_000
+    assert found.launch(1) == 400_000
     for tokens in (10, 200):
         of_step = found.of_step(1, tokens, is_alone=True)
         assert of_step == pytest.approx(host.of_step(1, tokens, is_alone=True), rel=0.01)
@@ -374,11 +374,13 @@ def test_a_turn_without_rows_costs_its_own_host_time_and_no_device_time():
 
 
 def test_what_prompts_cost_the_host_is_found_again():
-    host = replace(HOST, ingress_ns_per_token=90, prefill_launch_ns=300_000,
-                   prefill_launch_ns_per_token=110, process_ns_per_prompt_token=30)  # fmt: skip
+    host = replace(HOST, ingress_ns_per_token=90, launch_ns_per_seq=7_000,
+                   prefill_launch_ns=300_000, prefill_launch_ns_per_token=110,
+                   process_ns_per_prompt_token=30)  # fmt: skip
     run = simulate(requests(200, seed=4), scheduler=CONFIG, cost=replace(TRUTH, host=host))
     found, _ = fit_host([(run.steps_table, run.requests_table)])
     assert found.ingress(1_000) == pytest.approx(90_000, rel=0.02)
+    assert found.launch(30) == pytest.approx(host.launch(30), rel=0.01)
     for tokens in (100, 4_000):
         of_step = found.of_step(3, tokens, is_alone=True)
         assert of_step == pytest.approx(host.of_step(3, tokens, is_alone=True), rel=0.02)
