@@ -37,8 +37,8 @@ def make_offer(selection: PrefillSelection, policy: CostTarget) -> Offer:
         rows = selection.preview(policy.at(share, SHARES))
         tokens.append(sum(q for q, _, _ in rows))
         device_ns = policy.cost.device_ns(prefill_work(policy.shape, rows)) if rows else 0
-        host_ns = sum(policy.cost.host.of_step(len(rows), is_alone=False)) if rows else 0
-        step_ns.append(device_ns + host_ns)
+        host = policy.cost.host.of_step(len(rows), tokens[-1], is_alone=False) if rows else (0,)
+        step_ns.append(device_ns + sum(host))
     return Offer(tuple(tokens), tuple(step_ns))
 
 

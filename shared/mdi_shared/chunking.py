@@ -168,13 +168,14 @@ def _target_ns(config: SchedulerConfig, shape: ModelShape, cost: StepCost) -> in
     """Return the device time to aim at, ns: as given, or what is left of the gap allowed.
 
     A prefill step lies in one gap between two tokens of every running sequence (§7.3, ii). So do
-    the host's work around it, which does not overlap with it, and the decode step that ends the
-    gap, taken as the shortest there is.
+    the host's work around it, which does not overlap with it, for as many tokens as there may be,
+    and the decode step that ends the gap, taken as the shortest there is.
     """
     if config.prefill_target_ms is not None:
         return int(config.prefill_target_ms * 1e6 + 0.5)
     assert config.slo_itl_ms is not None, "the config demands one of the two for cost_target"
-    others = sum(cost.host.of_step(1, is_alone=True)) + cost.device_ns(decode_work(shape, [1]))
+    host = cost.host.of_step(1, config.token_budget, is_alone=True)
+    others = sum(host) + cost.device_ns(decode_work(shape, [1]))
     target = int(config.slo_itl_ms * 1e6 + 0.5) - others
     if target < 1:
         raise ConfigError("slo_itl_ms", config.slo_itl_ms, f"must be above the {others / 1e6:.3f} "

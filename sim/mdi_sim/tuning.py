@@ -102,7 +102,8 @@ class Tuning:
             return Gain(metric, 0.0, 0.0, 0.0, (0.0, 0.0))
         if self.default_range is None or self.best_range is None:
             return Gain(metric, value)
-        own, other = self.best_range.ends, self.default_range.ends
+        # The middle too: with bounds on latency it need not lie between the ends.
+        own, other = (*self.best_range.ends, best), (*self.default_range.ends, base)
         every = [_difference(metric, a, b) for a in own for b in other]
         alike = [_difference(metric, a, b) for a, b in zip(own, other, strict=True)]
         return Gain(metric, value, min(every), max(every), (min(alike), max(alike)))
