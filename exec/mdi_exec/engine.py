@@ -14,6 +14,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from mdi_exec.errors import EngineStoppedError
+from mdi_exec.parallel import HAS_COME, MAY_COME, NOTHING_COMES, RankGroup
 from mdi_exec.recording import NO_ARRIVAL, LaunchTimes, Recording
 from mdi_exec.request_state import RequestOutput, RequestState
 from mdi_exec.runner import ModelRunner, Pending, StepTokens
@@ -37,6 +38,9 @@ from mdi_shared.request import Request
 from mdi_shared.scheduler import Scheduler
 
 
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0005, 0.01  # of an idle group between two looks
+
+
 @dataclass(slots=True)
 class _InFlight:
     """A launched step; `tokens` and `awaited_ns` are filled in when it has ended."""
@@ -52,6 +56,10 @@ class LLMEngine:
     """Serves requests as they come. Not thread-safe but for `add_request` and `abort_request`.
 
     `recording`, when given, receives every step; it costs a few numbers each.
+
+    In a `group` of several ranks, turns are taken together: once any rank has work, each calls
+    `step` until `is_idle` says that all are done. `more_to_come` keeps the group awake for
+    requests that this rank's caller has yet to add.
     """
 
     def __init__(
@@ -63,9 +71,12 @@ class LLMEngine:
         tokenizer: Tokenizer | None = None,
         recording: Recording | None = None,
         seed: int = 0,
+        group: RankGroup | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self.group = group if group is not None else RankGroup()
+        self.more_to_come = False
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
         self.recording = recording
@@ -79,11 +90,15 @@ class LLMEngine:
         self._num_added = 0
         self._flights: deque[_InFlight] = deque()
         self._outputs: list[RequestOutput] = []
-        self._loop = serve(scheduler)
+        self._loop = serve(scheduler, num_ranks=self.group.size)
         self._effect: Effect | None = None  # what the loop is waiting for an answer to
         self._stopped: str | None = None  # why, once it has
-        self._start_ns = time.monotonic_ns()
+        self._is_idle = True
+        self._nap_s = _SHORTEST_NAP_S
+        # One start for all ranks: their clocks are the same where they share a machine.
+        self._start_ns = max(ns for (ns,) in self.group.gather((time.monotonic_ns(),)))
         self._poll_ns = 0
+        self._waited_ns = 0  # at votes since that poll
         self._ingress_ns = NO_ARRIVAL  # how long the newest request waited for that poll
 
     # ---- requests ------------------------------------------------------------------------------
@@ -106,8 +121,7 @@ class LLMEngine:
             name = req_id if req_id is not None else str(self._num_added)
             if name in self._live:
                 raise ConfigError("req_id", name, "is in use by an unfinished request")
-            if params.seq_seed is None:
-                params = replace(params, seq_seed=self._dice.getrandbits(64))
+            params = self.draw_seed(params)
             state = RequestState(
                 req_id=name,
                 prompt_len=len(prompt_token_ids),
@@ -137,9 +151,24 @@ class LLMEngine:
         with self._lock:
             self._aborts.append(req_id)
 
+    def draw_seed(self, params: SamplingParams) -> SamplingParams:
+        """Give `params` a seed if they bring none: the next one, counted over all such requests."""
+        if params.seq_seed is not None:
+            return params
+        return replace(params, seq_seed=self._dice.getrandbits(64))
+
+    def expect_requests(self) -> None:
+        """In a group: some rank gets requests now, so take part in turns until all are idle."""
+        self._is_idle = self.group.size == 1
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the group, at its last look, had no work and expected none."""
+        return self._is_idle
+
     def has_unfinished_requests(self) -> bool:
-        """Say whether some request has not been answered in full yet."""
-        return bool(self._live)
+        """Say whether some request has not been answered in full yet, in a group on any rank."""
+        return bool(self._live) or not self._is_idle
 
     # ---- turns ---------------------------------------------------------------------------------
 
@@ -156,15 +185,18 @@ class LLMEngine:
 
     def drain(self) -> None:
         """Run until the engine is idle; what becomes visible comes with the next `step`."""
-        while self.scheduler.has_unfinished() or self.scheduler.num_in_flight:
+        while (
+            self.scheduler.has_unfinished() or self.scheduler.num_in_flight or not self._is_idle
+        ):
             self._guarded_turn()
 
     def close(self) -> None:
-        """Stop the device worker; harmless when done twice."""
+        """Stop the device worker and leave the group; harmless when done twice."""
         self._stop("it was closed")
 
     def _stop(self, reason: str) -> None:
         self._stopped = self._stopped or reason
+        self.group.close()  # first: the worker may be waiting for another rank
         self.runner.close()
 
     def _require_open(self) -> None:
@@ -176,14 +208,17 @@ class LLMEngine:
         try:
             self._turn()
         except BaseException as error:
-            self._stop(str(error) or type(error).__name__)
-            raise
+            first = self.group.fail(error)
+            self._stop(str(first) or type(first).__name__)
+            if first is error:
+                raise
+            raise first from error
 
     def _turn(self) -> None:
         if self._effect is None:
             self._effect = next(self._loop)
         if isinstance(self._effect, AwaitArrival):
-            if not self._has_news():
+            if not self._is_woken():
                 return
             self._effect = self._loop.send(True)
         assert isinstance(self._effect, Poll), "a turn begins with a look at the world"
@@ -204,7 +239,25 @@ class LLMEngine:
             self._report(effect)
             return None
         assert isinstance(effect, Vote), effect
-        return effect.ballot.want  # a group of one
+        before_ns = time.monotonic_ns()
+        verdict = self.group.vote(effect)
+        self._waited_ns += time.monotonic_ns() - before_ns
+        return verdict
+
+    def _is_woken(self) -> bool:
+        """Say whether any rank has news; an idle group that expects some naps a little first."""
+        has_news = self._has_news()
+        if self.group.size == 1:
+            return has_news
+        known = HAS_COME if has_news else MAY_COME if self.more_to_come else NOTHING_COMES
+        heard = self.group.arrivals(known)
+        self._is_idle = heard == NOTHING_COMES
+        if heard == MAY_COME:
+            time.sleep(self._nap_s)
+            self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S)
+        else:
+            self._nap_s = _SHORTEST_NAP_S
+        return heard == HAS_COME
 
     def _has_news(self) -> bool:
         with self._lock:
@@ -215,6 +268,7 @@ class LLMEngine:
             arrived, self._inbox = self._inbox, []
             aborts, self._aborts = self._aborts, []
             self._poll_ns = self.now_ns()  # under the lock: who arrived before it is in `arrived`
+        self._waited_ns = 0
         if arrived:
             self._ingress_ns = self._poll_ns - max(state.arrival_ns for state in arrived)
         for state in arrived:
@@ -243,7 +297,7 @@ class LLMEngine:
         self._flights.append(_InFlight(plan, requests, pending))
         if self.recording is not None:
             times = LaunchTimes(self._poll_ns, planned_ns, handed_ns - self._start_ns,
-                                self.now_ns(), self._ingress_ns)  # fmt: skip
+                                self.now_ns(), self._ingress_ns, self._waited_ns)  # fmt: skip
             self.recording.launched(plan, times)
             self._ingress_ns = NO_ARRIVAL
         return 1
