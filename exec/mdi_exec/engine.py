@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from mdi_exec.errors import EngineStoppedError
 from mdi_exec.parallel import HAS_COME, MAY_COME, NOTHING_COMES, RankGroup
 from mdi_exec.recording import NO_ARRIVAL, LaunchTimes, Recording
-from mdi_exec.request_state import RequestOutput, RequestState
+from mdi_exec.request_state import RequestOutput, RequestState, check_prompt
 from mdi_exec.runner import ModelRunner, Pending, StepTokens
 from mdi_exec.sampling import SamplingParams
 from mdi_exec.tokenizer import Tokenizer
@@ -36,6 +36,7 @@ from mdi_shared.loop import (
 from mdi_shared.plan import Ending, StepOutcome, StepPlan, StepResult
 from mdi_shared.request import Request
 from mdi_shared.scheduler import Scheduler
+from mdi_traces.run import Run
 
 
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0005, 0.01  # of an idle group between two looks
@@ -104,19 +105,28 @@ class LLMEngine:
     # ---- requests ------------------------------------------------------------------------------
 
     def now_ns(self) -> int:
-        """Nanoseconds since the engine started."""
+        """Nanoseconds since the engine started, in a group since its last one did."""
         return time.monotonic_ns() - self._start_ns
 
+    @property
+    def start_ns(self) -> int:
+        """That start, on the clock of `time.monotonic_ns`."""
+        return self._start_ns
+
     def add_request(
-        self, prompt_token_ids: list[int], params: SamplingParams, req_id: str | None = None
-    ) -> str:
+        self, prompt_token_ids: list[int], params: SamplingParams, req_id: str | None = None,
+        *, rank: int | None = None,
+    ) -> str:  # fmt: skip
         """Queue a request and return its id (made up from a counter if not given).
+
+        `rank`, where given, must be this engine's (see `takes`).
 
         Raises `ConfigError` for an empty prompt, a token id outside the vocabulary, or an id that
         is in use, and `EngineStoppedError` once the engine is closed. A prompt too long for the
         model is answered with `prompt_length_exceeded`.
         """
         self.check_request(prompt_token_ids, params)
+        assert rank is None or self.takes(rank), f"rank {rank}'s request, on {self.group.rank}"
         with self._lock:
             name = req_id if req_id is not None else str(self._num_added)
             if name in self._live:
@@ -138,18 +148,16 @@ class LLMEngine:
     def check_request(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raise what `add_request` would raise for this prompt; queue nothing."""
         self._require_open()
-        if not prompt_token_ids:
-            raise ConfigError("prompt_token_ids", prompt_token_ids, "must hold at least one token")
-        for index, token in enumerate(prompt_token_ids):
-            if type(token) is not int or not 0 <= token < self.vocab_size:
-                raise ConfigError(f"prompt_token_ids[{index}]", token,
-                                  f"must be an int from 0 to {self.vocab_size - 1}")  # fmt: skip
-        params.require_vocabulary(self.vocab_size)
+        check_prompt(prompt_token_ids, params, self.vocab_size)
 
     def abort_request(self, req_id: str) -> None:
         """End a request at the next step; unknown and finished ids are ignored."""
         with self._lock:
             self._aborts.append(req_id)
+
+    def takes(self, rank: int) -> bool:
+        """Say whether requests placed on `rank` are added here."""
+        return rank == self.group.rank
 
     def draw_seed(self, params: SamplingParams) -> SamplingParams:
         """Give `params` a seed if they bring none: the next one, counted over all such requests."""
@@ -162,9 +170,28 @@ class LLMEngine:
         self._is_idle = self.group.size == 1
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether it was closed or an error has stopped it."""
+        return self._stopped is not None
+
+    @property
+    def num_ranks(self) -> int:
+        return self.group.size
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the loop sleeps, since no rank has work, and nothing was added here since."""
+        return isinstance(self._effect, AwaitArrival) and not self._live
+
+    @property
     def is_idle(self) -> bool:
         """Whether the group, at its last look, had no work and expected none."""
         return self._is_idle
+
+    def abort_all(self) -> None:
+        """End all requests at the next step."""
+        with self._lock:
+            self._aborts += list(self._live)
 
     def has_unfinished_requests(self) -> bool:
         """Say whether some request has not been answered in full yet, in a group on any rank."""
@@ -182,6 +209,18 @@ class LLMEngine:
         self._guarded_turn()
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def recorded_run(self) -> Run | None:
+        """Return the run so far, as the ranks recorded it; None elsewhere than on rank 0.
+
+        In a group all ranks call it together. Also None when nothing is recorded.
+        """
+        if self.recording is None:
+            return None
+        parts = self.group.gather_objects(self.recording.part(self.scheduler))
+        if self.group.rank:
+            return None
+        return self.recording.describe(self.scheduler, self.group.size).build(parts)
 
     def drain(self) -> None:
         """Run until the engine is idle; what becomes visible comes with the next `step`."""
@@ -206,13 +245,11 @@ class LLMEngine:
     def _guarded_turn(self) -> None:
         self._require_open()
         try:
-            self._turn()
+            with self.group.ends_with():
+                self._turn()
         except BaseException as error:
-            first = self.group.fail(error)
-            self._stop(str(first) or type(first).__name__)
-            if first is error:
-                raise
-            raise first from error
+            self._stop(str(error) or type(error).__name__)
+            raise
 
     def _turn(self) -> None:
         if self._effect is None:

@@ -6,8 +6,9 @@
 Read next: `options.py` (what can be set), `engine.py` (what runs).
 """
 
+import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,21 +18,25 @@ import torch
 from mdi_exec.cache import CacheLayout, DeviceCache
 from mdi_exec.engine import LLMEngine
 from mdi_exec.memory import StepLimits, estimate_memory, require_fits_on
+from mdi_exec.model.config import ModelConfig
 from mdi_exec.model.shape import shape_of
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.model.weights import ExpansionBudget, Weights
 from mdi_exec.model_source import ModelSource, open_model
 from mdi_exec.numerics import Numerics
 from mdi_exec.options import DEFAULT_KV_CACHE_GB, GB, EngineOptions, scheduler_config, split_options
+from mdi_exec.parallel import RankAddress, RankGroup, join_group
 from mdi_exec.recording import Recording
 from mdi_exec.request_state import RequestOutput
 from mdi_exec.runner import ModelRunner
 from mdi_exec.sampler import Sampler
 from mdi_exec.sampling import SamplingParams
+from mdi_exec.workers import GroupEngine
 from mdi_shared.chunking import make_policy
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.errors import ConfigError
 from mdi_shared.hardware import H200
+from mdi_shared.placement import placement_by_name
 from mdi_shared.roofline import RooflineCost
 from mdi_shared.scheduler import Scheduler
 
@@ -49,8 +54,39 @@ class LLM:
 
     def __init__(self, model: str | Path, **options: object) -> None:
         self.options, scheduler_options = split_options(options)
+        self.group = RankGroup()
+        self._placement = placement_by_name(self.options.placement)
+        self._num_placed = 0
+        self._is_closed = False
+        address = RankAddress.from_environment()
+        if address is None and self.options.data_parallel_size > 1:
+            self._start_ranks(model, options)
+            return
+        if address is not None:
+            self.options.require_group(address.size)
+            self.group = join_group(address, self.options.group_timeout_s)
+        with self.group.ends_with():
+            self._load(model, scheduler_options)
+
+    def _start_ranks(self, model: str | Path, options: dict[str, Any]) -> None:
+        """Be the front of a group whose ranks are child processes; no model is loaded here."""
+        size = self.options.data_parallel_size
+        self.options.require_group(size)
+        self.source = open_model(model, "cpu", self.options.revision)
+        self.config, self.tokenizer = self.source.config, self.source.tokenizer
+        _require_even_experts(self.config, size)
+        self.engine: LLMEngine | GroupEngine = GroupEngine(
+            model, options, size=size, port=self.options.group_port, seed=self.options.seed,
+            vocab_size=self.config.vocab_size, tokenizer=self.tokenizer,
+        )  # fmt: skip
+        self.scheduler_config = self.engine.scheduler_config
+
+    def _load(self, model: str | Path, scheduler_options: dict[str, Any]) -> None:
+        """Load the model and make the engine of this process."""
+        self.options = replace(self.options, device=_own_device(self.options.device, self.group))
         self.source = open_model(model, self.options.device, self.options.revision)
         self.config, self.tokenizer = self.source.config, self.source.tokenizer
+        _require_even_experts(self.config, self.group.size)
         _check_weight_memory(self.source, self.options)
         numerics = Numerics(self.options.numerics)
         layout = CacheLayout(config=self.config, numerics=numerics)
@@ -61,10 +97,28 @@ class LLM:
             token_map=self.source.token_map,
             numerics=numerics,
         )
-        self.scheduler_config = self._sized(
-            layout, scheduler_options, _kv_bytes(self.options, workspace)
+        self.scheduler_config = self._agreed(
+            self._sized(layout, scheduler_options, _kv_bytes(self.options, workspace))
         )
         self.engine = self._engine(layout)
+
+    def _agreed(self, config: SchedulerConfig) -> SchedulerConfig:
+        """Make sure that all ranks have the same model and options; a pool sized by the GPU's free
+        memory becomes the smallest one's.
+        """
+        if self.options.gpu_memory_utilization is not None:
+            smallest = min(blocks for (blocks,) in self.group.gather((config.num_blocks,)))
+            config = replace(config, num_blocks=smallest)
+        own = {"device", "record", "group_port", "group_timeout_s"}
+        engine = {n: v for n, v in asdict(self.options).items() if n not in own}
+        self.group.require_equal({"checkpoint": self.source.fingerprint, **engine, **asdict(config)})
+        return config
+
+    @property
+    def rank_engine(self) -> LLMEngine:
+        """This process's own engine; the front of a group that has started its ranks has none."""
+        assert isinstance(self.engine, LLMEngine), "this process has no rank"
+        return self.engine
 
     def _budget(self) -> ExpansionBudget:
         return ExpansionBudget(self.options.expanded_weights_bytes, self.options.uses_kernels)
@@ -122,11 +176,13 @@ class LLM:
                 else None
             ),
             measures_experts=self.options.record is not None,
+            group=self.group,
         )
         recording = None
         if self.options.record is not None:
             recording = Recording(
-                shape, hardware=_hardware(device), options={"engine": asdict(self.options)}
+                shape, hardware=_hardware(device), options={"engine": asdict(self.options)},
+                rank=self.group.rank,
             )
         policy = make_policy(config, shape, RooflineCost(H200, shape))
         return LLMEngine(
@@ -136,6 +192,7 @@ class LLM:
             tokenizer=self.tokenizer,
             recording=recording,
             seed=self.options.seed,
+            group=self.group,
         )
 
     def generate(
@@ -157,7 +214,20 @@ class LLM:
             done.update((out.req_id, out) for out in self.engine.step() if out.finished)
         self.engine.drain()
         self.save_recording()
+        done.update(self._outputs_elsewhere(done))
         return [done[name] for name in names]
+
+    def _outputs_elsewhere(self, own: dict[str, RequestOutput]) -> dict[str, RequestOutput]:
+        """Tell the other ranks under torchrun this one's outputs, and return theirs."""
+        if self.group.size == 1:
+            return {}
+        others = self.group.gather_objects([output.state for output in own.values()])
+        return {
+            state.req_id: RequestOutput(state, (), self.tokenizer)
+            for rank, states in enumerate(others)
+            for state in states
+            if rank != self.group.rank
+        }
 
     def stream(
         self,
@@ -166,7 +236,10 @@ class LLM:
         *,
         prompt_token_ids: Sequence[Sequence[int]] | None = None,
     ) -> Iterator[RequestOutput]:
-        """Like `generate`, but yield each request's output at every step that adds to it."""
+        """Like `generate`, but yield each request's output at every step that adds to it.
+
+        Under torchrun each rank yields those of its own requests.
+        """
         self._add_all(prompts, sampling_params, prompt_token_ids)
         while self.engine.has_unfinished_requests():
             yield from self.engine.step()
@@ -175,18 +248,50 @@ class LLM:
 
     def warm_up(self) -> None:
         """Compile kernels and capture graphs now, rather than in the first step of each size."""
+        if isinstance(self.engine, GroupEngine):
+            self.engine.warm_up()
+            return
         config = self.scheduler_config
         self.engine.runner.warm_up(min(config.token_budget, config.max_model_len))
 
     def save_recording(self) -> None:
-        """Write the run so far to the files `record` names; nothing without it."""
-        if self.options.record is not None and self.engine.recording is not None:
-            self.engine.recording.run(self.engine.scheduler).save(self.options.record)
+        """Write the run so far to the files `record` names; nothing without it.
+
+        One run for all ranks; under torchrun all of them call this, and rank 0 writes.
+        """
+        if self.options.record is not None:
+            run = self.engine.recorded_run()
+            if run is not None:
+                run.save(self.options.record)
 
     def close(self) -> None:
-        """Save the recording and release the device; the object cannot be used afterwards."""
-        self.save_recording()
+        """Save the recording and release the device; the object cannot be used afterwards.
+
+        When its group has failed, a rank saves what it has recorded itself, as PREFIX.rankN.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            if not self.group.is_open:
+                self._save_own_part()
+            elif not self.engine.is_stopped or self.group.size == 1:
+                self.save_recording()
+        finally:
+            self.engine.close()
+
+    def close_rank(self) -> None:
+        """Close a rank whose recording somebody else saves, unless the group has failed."""
+        if not self.group.is_open:
+            self._save_own_part()
+        self._is_closed = True
         self.engine.close()
+
+    def _save_own_part(self) -> None:
+        recording = self.rank_engine.recording
+        if self.options.record is not None and recording is not None:
+            run = recording.run(self.rank_engine.scheduler)
+            run.save(f"{self.options.record}.rank{self.group.rank}")
 
     def __enter__(self) -> "LLM":
         return self
@@ -197,6 +302,8 @@ class LLM:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None:
+            self.group.fail(error)  # the other ranks wait for no more turns of this one
         self.close()
 
     def _add_all(
@@ -216,7 +323,19 @@ class LLM:
         each = self._params_for(len(all_ids), params)
         for ids, one in zip(all_ids, each, strict=True):
             self.engine.check_request(ids, one)
-        return [self.engine.add_request(ids, one) for ids, one in zip(all_ids, each, strict=True)]
+        self.engine.expect_requests()
+        return [self._place(ids, one) for ids, one in zip(all_ids, each, strict=True)]
+
+    def _place(self, ids: list[int], params: SamplingParams) -> str:
+        """Add a request on the rank that shall serve it; all ranks under torchrun decide alike."""
+        if self.engine.num_ranks == 1:
+            return self.engine.add_request(ids, params)
+        name, params = str(self._num_placed), self.engine.draw_seed(params)
+        self._num_placed += 1
+        rank = self._placement.place(len(ids), params.max_tokens, self.engine.num_ranks)
+        if self.engine.takes(rank):
+            self.engine.add_request(ids, params, name, rank=rank)
+        return name
 
     def _params_for(
         self, count: int, params: SamplingParams | Sequence[SamplingParams] | None
@@ -237,6 +356,19 @@ class LLM:
             raise ConfigError("prompts", prompt, "the checkpoint has no tokenizer.json; give "
                               "token ids")  # fmt: skip
         return self.tokenizer.encode(prompt)
+
+
+def _require_even_experts(config: ModelConfig, size: int) -> None:
+    if config.n_routed_experts % size:
+        raise ConfigError("data_parallel_size", size, f"must divide the model's "
+                          f"{config.n_routed_experts} routed experts")  # fmt: skip
+
+
+def _own_device(device: str, group: RankGroup) -> str:
+    """Give each rank of a machine a GPU of its own, unless one is named."""
+    if group.size == 1 or device != "cuda":
+        return device
+    return f"cuda:{os.environ.get('LOCAL_RANK', group.rank)}"
 
 
 def _check_weight_memory(source: ModelSource, options: EngineOptions) -> None:

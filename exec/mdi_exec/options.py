@@ -14,6 +14,7 @@ from mdi_exec.cache import CacheLayout
 from mdi_exec.numerics import Numerics
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.errors import ConfigError
+from mdi_shared.placement import placement_by_name
 
 GB = 1e9
 DEFAULT_MAX_MODEL_LEN = 4_096
@@ -35,6 +36,12 @@ class EngineOptions:
     > 0 turns bounded replay of the consumer layers on. `use_cuda_graphs` runs decode steps as
     captured graphs, one per batch size, captured when first needed; it changes no result, and
     nothing on a CPU or with float32 numerics. `seed` makes the seeds of requests that bring none.
+
+    `data_parallel_size` ranks serve requests side by side, each with its own cache, and share the
+    routed experts; `expert_parallel_size` is the same number in this version. They are processes
+    that the LLM starts, unless torchrun has. `placement` says which rank serves a request.
+    `group_port` is where they meet (0: any free one); a rank that is not heard of for
+    `group_timeout_s` seconds ends the group.
     """
 
     device: str = "cpu"
@@ -48,6 +55,11 @@ class EngineOptions:
     revision: str | None = None
     seed: int = 0
     record: str | None = None
+    data_parallel_size: int = 1
+    expert_parallel_size: int | None = None
+    placement: str = "round_robin"
+    group_port: int = 0
+    group_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -73,6 +85,26 @@ class EngineOptions:
                               "needs a GPU; on a CPU give kv_cache_memory_gb")  # fmt: skip
         if self.replay_keep_tokens < 0:
             raise ConfigError("replay_keep_tokens", self.replay_keep_tokens, "must be at least 0")
+        self._check_group()
+
+    def _check_group(self) -> None:
+        if self.data_parallel_size < 1:
+            raise ConfigError("data_parallel_size", self.data_parallel_size, "must be at least 1")
+        placement_by_name(self.placement)
+        if not 0 <= self.group_port < 1 << 16:
+            raise ConfigError("group_port", self.group_port, "must be from 0 to 65535")
+        if not self.group_timeout_s > 0:
+            raise ConfigError("group_timeout_s", self.group_timeout_s, "must be above 0 s")
+
+    def require_group(self, size: int) -> None:
+        """Raise `ConfigError` unless these options fit a group of `size` ranks."""
+        if self.data_parallel_size not in (1, size):
+            raise ConfigError("data_parallel_size", self.data_parallel_size,
+                              f"torchrun has started {size} ranks")  # fmt: skip
+        if self.expert_parallel_size not in (None, size):
+            raise ConfigError("expert_parallel_size", self.expert_parallel_size,
+                              f"must equal the number of ranks, data_parallel_size = {size}, in "
+                              "this version")  # fmt: skip
 
     @property
     def uses_kernels(self) -> bool:

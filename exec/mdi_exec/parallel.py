@@ -9,7 +9,8 @@ Read next: `engine.py` (who calls), `workers.py` (ranks as child processes), doc
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -36,6 +37,7 @@ class RankGroup:
 
     rank = 0
     size = 1
+    is_open = True
 
     def gather(self, values: Sequence[int]) -> list[tuple[int, ...]]:
         """Return every rank's integers, in rank order; all ranks give equally many."""
@@ -76,6 +78,17 @@ class RankGroup:
         The first rank to fail raises its own error, all others a `GroupError` that quotes it.
         """
         return error
+
+    @contextmanager
+    def ends_with(self) -> Iterator[None]:
+        """End the group when the block fails: nobody may wait for a rank that is not coming."""
+        try:
+            yield
+        except BaseException as error:
+            first = self.fail(error)
+            if first is error:
+                raise
+            raise first from error
 
     def tensor_group(self, device: torch.device) -> dist.ProcessGroup | None:
         """Return the group in which the ranks' devices exchange tensors; None for a group of one.
@@ -189,21 +202,21 @@ class ProcessGroup(RankGroup):
         self.rank = address.rank
         self.size = address.size
         self._store = store
-        self._is_open = True
+        self.is_open = True
 
     def gather(self, values: Sequence[int]) -> list[tuple[int, ...]]:
         mine = torch.tensor(values, dtype=torch.int64)
-        all_of = torch.empty(self.size * len(values), dtype=torch.int64)
-        self._collect(lambda: dist.all_gather_into_tensor(all_of, mine))
-        return [tuple(row) for row in all_of.view(self.size, -1).tolist()]
+        gathered = list(torch.empty(self.size, len(values), dtype=torch.int64))
+        self._collect(lambda: dist.all_gather(gathered, mine))
+        return [tuple(row.tolist()) for row in gathered]
 
     def gather_objects(self, value: object) -> list[Any]:
         values: list[Any] = [None] * self.size
         self._collect(lambda: dist.all_gather_object(values, value))
         return values
 
-    def _collect(self, collective: Any) -> None:  # noqa: ANN401 - a call without arguments
-        if not self._is_open:
+    def _collect(self, collective: Callable[[], object]) -> None:
+        if not self.is_open:
             raise GroupError("it was left already")
         try:
             collective()
@@ -216,7 +229,7 @@ class ProcessGroup(RankGroup):
         return made
 
     def fail(self, error: BaseException) -> BaseException:
-        if not self._is_open:
+        if not self.is_open:
             return error
         is_own = not isinstance(error, GroupError) and not _is_lost_connection(error)
         told = f"rank {self.rank}: {_describe(error)}" if is_own else (
@@ -235,8 +248,8 @@ class ProcessGroup(RankGroup):
             return told
 
     def close(self) -> None:
-        if self._is_open:
-            self._is_open = False
+        if self.is_open:
+            self.is_open = False
             dist.destroy_process_group()
 
 

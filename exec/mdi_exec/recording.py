@@ -35,8 +35,8 @@ class LaunchTimes(NamedTuple):
 
     The loop looked for arrivals, a plan was made, the step was handed over, all of its work was
     with the device. `ingress_ns` is how long the newest arrival had waited by then for that look,
-    NO_ARRIVAL when none had come since the step before; `wait_ns` went into waiting for the votes of
-    other ranks.
+    NO_ARRIVAL when none had come since the step before; `wait_ns` went into waiting for other
+    ranks' votes.
     """
 
     poll_ns: int

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from mdi_exec.sampling import SamplingParams
 from mdi_exec.tokenizer import Tokenizer
+from mdi_shared.errors import ConfigError
 
 Logprobs = dict[int, float]
 
@@ -29,6 +30,17 @@ class RequestState:
     finish_reason: str | None = None
 
 
+def check_prompt(prompt_token_ids: list[int], params: SamplingParams, vocab_size: int) -> None:
+    """Raise `ConfigError` for an empty prompt or for a token id outside the vocabulary."""
+    if not prompt_token_ids:
+        raise ConfigError("prompt_token_ids", prompt_token_ids, "must hold at least one token")
+    for index, token in enumerate(prompt_token_ids):
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise ConfigError(f"prompt_token_ids[{index}]", token,
+                              f"must be an int from 0 to {vocab_size - 1}")  # fmt: skip
+    params.require_vocabulary(vocab_size)
+
+
 class RequestOutput:
     """What a user sees of a request after a step.
 
@@ -46,6 +58,11 @@ class RequestOutput:
         self._end = len(state.tokens)
         self.new_token_ids = new_token_ids
         self.finish_reason = state.finish_reason
+
+    @property
+    def state(self) -> RequestState:
+        """The request itself, which goes on while this view stays."""
+        return self._state
 
     @property
     def req_id(self) -> str:
