@@ -62,8 +62,8 @@ class LLM:
         if address is None and self.options.data_parallel_size > 1:
             self._start_ranks(model, options)
             return
+        self.options.require_group(1 if address is None else address.size)
         if address is not None:
-            self.options.require_group(address.size)
             self.group = join_group(address, self.options.group_timeout_s)
         with self.group.ends_with():
             self._load(model, scheduler_options)

@@ -187,6 +187,11 @@ class GroupEngine:
         return self._description.build([part for _, part in sorted(self._ask("part").items())])
 
     @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of the ranks, in rank order."""
+        return [worker.pid for worker in self._workers if worker.pid is not None]
+
+    @property
     def is_stopped(self) -> bool:
         """Whether it was closed or a rank's error has stopped it."""
         return self._stopped is not None
