@@ -38,7 +38,6 @@ from mdi_shared.request import Request
 from mdi_shared.scheduler import Scheduler
 from mdi_traces.run import Run
 
-
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0005, 0.01  # of an idle group between two looks
 
 
@@ -224,9 +223,7 @@ class LLMEngine:
 
     def drain(self) -> None:
         """Run until the engine is idle; what becomes visible comes with the next `step`."""
-        while (
-            self.scheduler.has_unfinished() or self.scheduler.num_in_flight or not self._is_idle
-        ):
+        while self.scheduler.has_unfinished() or self.scheduler.num_in_flight or not self._is_idle:
             self._guarded_turn()
 
     def close(self) -> None:

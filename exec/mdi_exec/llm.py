@@ -6,7 +6,6 @@
 Read next: `options.py` (what can be set), `engine.py` (what runs).
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,14 +17,13 @@ import torch
 from mdi_exec.cache import CacheLayout, DeviceCache
 from mdi_exec.engine import LLMEngine
 from mdi_exec.memory import StepLimits, estimate_memory, require_fits_on
-from mdi_exec.model.config import ModelConfig
 from mdi_exec.model.shape import shape_of
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.model.weights import ExpansionBudget, Weights
 from mdi_exec.model_source import ModelSource, open_model
 from mdi_exec.numerics import Numerics
 from mdi_exec.options import DEFAULT_KV_CACHE_GB, GB, EngineOptions, scheduler_config, split_options
-from mdi_exec.parallel import RankAddress, RankGroup, join_group
+from mdi_exec.parallel import RankAddress, RankGroup, join_group, own_device, require_even_experts
 from mdi_exec.recording import Recording
 from mdi_exec.request_state import RequestOutput
 from mdi_exec.runner import ModelRunner
@@ -74,7 +72,7 @@ class LLM:
         self.options.require_group(size)
         self.source = open_model(model, "cpu", self.options.revision)
         self.config, self.tokenizer = self.source.config, self.source.tokenizer
-        _require_even_experts(self.config, size)
+        require_even_experts(self.config, size)
         self.engine: LLMEngine | GroupEngine = GroupEngine(
             model, options, size=size, port=self.options.group_port, seed=self.options.seed,
             vocab_size=self.config.vocab_size, tokenizer=self.tokenizer,
@@ -83,10 +81,10 @@ class LLM:
 
     def _load(self, model: str | Path, scheduler_options: dict[str, Any]) -> None:
         """Load the model and make the engine of this process."""
-        self.options = replace(self.options, device=_own_device(self.options.device, self.group))
+        self.options = replace(self.options, device=own_device(self.options.device, self.group))
         self.source = open_model(model, self.options.device, self.options.revision)
         self.config, self.tokenizer = self.source.config, self.source.tokenizer
-        _require_even_experts(self.config, self.group.size)
+        require_even_experts(self.config, self.group.size)
         _check_weight_memory(self.source, self.options)
         numerics = Numerics(self.options.numerics)
         layout = CacheLayout(config=self.config, numerics=numerics)
@@ -111,7 +109,9 @@ class LLM:
             config = replace(config, num_blocks=smallest)
         own = {"device", "record", "group_port", "group_timeout_s"}
         engine = {n: v for n, v in asdict(self.options).items() if n not in own}
-        self.group.require_equal({"checkpoint": self.source.fingerprint, **engine, **asdict(config)})
+        self.group.require_equal(
+            {"checkpoint": self.source.fingerprint, **engine, **asdict(config)}
+        )
         return config
 
     @property
@@ -181,7 +181,9 @@ class LLM:
         recording = None
         if self.options.record is not None:
             recording = Recording(
-                shape, hardware=_hardware(device), options={"engine": asdict(self.options)},
+                shape,
+                hardware=_hardware(device),
+                options={"engine": asdict(self.options)},
                 rank=self.group.rank,
             )
         policy = make_policy(config, shape, RooflineCost(H200, shape))
@@ -275,7 +277,7 @@ class LLM:
         try:
             if not self.group.is_open:
                 self._save_own_part()
-            elif not self.engine.is_stopped or self.group.size == 1:
+            elif not self.engine.is_stopped or self.engine.num_ranks == 1:
                 self.save_recording()
         finally:
             self.engine.close()
@@ -356,19 +358,6 @@ class LLM:
             raise ConfigError("prompts", prompt, "the checkpoint has no tokenizer.json; give "
                               "token ids")  # fmt: skip
         return self.tokenizer.encode(prompt)
-
-
-def _require_even_experts(config: ModelConfig, size: int) -> None:
-    if config.n_routed_experts % size:
-        raise ConfigError("data_parallel_size", size, f"must divide the model's "
-                          f"{config.n_routed_experts} routed experts")  # fmt: skip
-
-
-def _own_device(device: str, group: RankGroup) -> str:
-    """Give each rank of a machine a GPU of its own, unless one is named."""
-    if group.size == 1 or device != "cuda":
-        return device
-    return f"cuda:{os.environ.get('LOCAL_RANK', group.rank)}"
 
 
 def _check_weight_memory(source: ModelSource, options: EngineOptions) -> None:

@@ -9,6 +9,7 @@ Read next: `engine.py` (who calls), `workers.py` (ranks as child processes), doc
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,13 +18,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from mdi_exec.errors import GroupError
+from mdi_exec.model.config import ModelConfig
 from mdi_shared.errors import ConfigError
 from mdi_shared.loop import Vote
 from mdi_shared.vote import ALL, ANY, NONE, decide
 
-START_TIMEOUT_S = 120.0  # for all ranks to find each other
+STORE_TIMEOUT_S = 30.0  # for the group's store to answer; ranks are started together
 DEFAULT_TIMEOUT_S = 600.0  # for a rank that is there to be heard of again
 NOTHING_COMES, MAY_COME, HAS_COME = range(3)  # what a rank without work knows of arrivals
 
@@ -146,18 +149,18 @@ def _env_number(name: str) -> int:
     return int(text)
 
 
-def lead_store(host: str, port: int) -> dist.TCPStore:
+def lead_store(host: str, port: int) -> TCPStore:
     """Run a group's store at `port` (0: any free one); raises `ConfigError` when it is in use."""
     try:
-        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False,
-                             timeout=timedelta(seconds=START_TIMEOUT_S))  # fmt: skip
+        return TCPStore(host, port, is_master=True, wait_for_workers=False,
+                             timeout=timedelta(seconds=STORE_TIMEOUT_S))  # fmt: skip
     except RuntimeError as error:
         raise ConfigError("group_port", port, f"cannot be had on {host}, it is in use or not "
                           "allowed; give another, or 0 for any free one") from error  # fmt: skip
 
 
 def join_group(
-    address: RankAddress, timeout_s: float = DEFAULT_TIMEOUT_S, start_s: float = START_TIMEOUT_S
+    address: RankAddress, timeout_s: float = DEFAULT_TIMEOUT_S, start_s: float = STORE_TIMEOUT_S
 ) -> RankGroup:
     """Meet the other ranks. Raises `ConfigError` when they or their store cannot be reached.
 
@@ -168,27 +171,45 @@ def join_group(
                           "the LLM before making another")  # fmt: skip
     store = _find_store(address, start_s)
     run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"minideepinfer-{run}", store)
+    own = PrefixStore(f"minideepinfer-{run}", store)
     try:
         dist.init_process_group(
-            "gloo", store=store, rank=address.rank, world_size=address.size,
+            "gloo", store=own, rank=address.rank, world_size=address.size,
             timeout=timedelta(seconds=timeout_s),
         )  # fmt: skip
     except RuntimeError as error:
         raise ConfigError("WORLD_SIZE", address.size, f"not all ranks have met at {address.host}:"
                           f"{address.port}: {_first_line(error)}") from error  # fmt: skip
-    return ProcessGroup(address, store)
+    return ProcessGroup(address, own)
 
 
-def _find_store(address: RankAddress, start_s: float) -> dist.Store:
+def _find_store(address: RankAddress, start_s: float) -> Store:
+    """Lead the group's store or connect to it.
+
+    A thread connects, because torch waits without end for a server that is none of its own.
+    """
     if address.leads:
         return lead_store(address.host, address.port)
-    try:
-        return dist.TCPStore(address.host, address.port, is_master=False, wait_for_workers=False,
-                             timeout=timedelta(seconds=start_s))  # fmt: skip
-    except RuntimeError as error:
-        raise ConfigError("MASTER_PORT", address.port, f"no group of ranks answers at "
-                          f"{address.host}: {_first_line(error)}") from error  # fmt: skip
+    found: list[Store] = []
+    failed: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            found.append(
+                TCPStore(address.host, address.port, is_master=False, wait_for_workers=False,
+                              timeout=timedelta(seconds=start_s))
+            )  # fmt: skip
+        except RuntimeError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=connect, name="store", daemon=True)
+    thread.start()
+    thread.join(start_s + 1.0)
+    if found:
+        return found[0]
+    reason = _first_line(failed[0]) if failed else "whoever has the port is no store"
+    raise ConfigError("MASTER_PORT", address.port, f"no group of ranks answers at "
+                      f"{address.host} within {start_s:g} s: {reason}")  # fmt: skip
 
 
 class ProcessGroup(RankGroup):
@@ -198,7 +219,7 @@ class ProcessGroup(RankGroup):
     given up after the group's timeout.
     """
 
-    def __init__(self, address: RankAddress, store: dist.Store) -> None:
+    def __init__(self, address: RankAddress, store: Store) -> None:
         self.rank = address.rank
         self.size = address.size
         self._store = store
@@ -243,7 +264,8 @@ class ProcessGroup(RankGroup):
     def _first_error(self, told: str) -> str:
         """Write `told` where all ranks find it, unless one was faster; return what stands there."""
         try:
-            return self._store.compare_set(_ERROR_KEY, "", told).decode()
+            found: bytes = self._store.compare_set(_ERROR_KEY, "", told)
+            return found.decode()
         except RuntimeError:  # the store has died with its rank
             return told
 
@@ -269,3 +291,17 @@ def _is_lost_connection(error: BaseException) -> bool:
     """
     text = str(error)
     return isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text)
+
+
+def require_even_experts(config: ModelConfig, size: int) -> None:
+    """Raise `ConfigError` unless `size` ranks can share the routed experts evenly."""
+    if config.n_routed_experts % size:
+        raise ConfigError("data_parallel_size", size, f"must divide the model's "
+                          f"{config.n_routed_experts} routed experts")  # fmt: skip
+
+
+def own_device(device: str, group: RankGroup) -> str:
+    """Give each rank of a machine a GPU of its own, unless one is named."""
+    if group.size == 1 or device != "cuda":
+        return device
+    return f"cuda:{os.environ.get('LOCAL_RANK', group.rank)}"

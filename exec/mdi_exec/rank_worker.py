@@ -10,6 +10,7 @@ import os
 import queue
 import signal
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -119,10 +120,8 @@ def run_rank(pipe: Connection, setup: Setup) -> None:
     try:
         _Worker(pipe, setup).run()
     except Exception as error:  # noqa: BLE001 - the front raises it
-        try:
+        with suppress(OSError):  # the front may have gone
             pipe.send(Failed(_picklable(error)))
-        except OSError:
-            pass  # the front has gone
 
 
 def _picklable(error: Exception) -> Exception:

@@ -187,9 +187,9 @@ class ModelRunner:
 
     def _announce(self, inputs: StepInputs) -> None:
         """Tell the exchange every rank's rows; on the host, so that no device is waited for."""
-        rows_of_ranks = self._group.gather((inputs.num_rows, inputs.num_kept_rows))
+        gathered = self._group.gather((inputs.num_rows, inputs.num_kept_rows))
         if self._exchange is not None:
-            self._exchange.begin_step(rows_of_ranks)
+            self._exchange.begin_step([(rows, kept) for rows, kept in gathered])
 
     def _inputs(self, plan: StepPlan, requests: Sequence[RequestState]) -> StepInputs:
         shape = None

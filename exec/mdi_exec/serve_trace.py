@@ -64,9 +64,7 @@ class TraceClient:
                 last_of[session] = row
         heapq.heapify(self._due)
 
-    def _place(
-        self, trace: RequestTrace, sessions: list[int], placement: Placement
-    ) -> list[int]:
+    def _place(self, trace: RequestTrace, sessions: list[int], placement: Placement) -> list[int]:
         num_ranks = self.engine.num_ranks
         if num_ranks == 1:
             return [0] * len(trace)

@@ -90,9 +90,12 @@ def llms_find(group_of_thread):
         group = group_of_thread.group
         return RankAddress(group.rank, group.size, "nowhere", 0, leads=False)
 
+    def join(address, timeout_s):
+        return group_of_thread.group
+
     with (
         mock.patch.object(RankAddress, "from_environment", staticmethod(address)),
-        mock.patch("mdi_exec.llm.join_group", lambda address, timeout_s: group_of_thread.group),
+        mock.patch("mdi_exec.llm.join_group", join),
     ):
         yield
 

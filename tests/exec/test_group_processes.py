@@ -17,6 +17,7 @@ import torch
 
 from mdi_exec.errors import GroupError
 from mdi_exec.llm import LLM
+from mdi_exec.parallel import RankAddress, join_group
 from mdi_exec.sampling import SamplingParams
 from mdi_shared.errors import ConfigError
 from tests.exec.engines import CHECKPOINT, SMALL
@@ -109,18 +110,18 @@ def test_launched_ranks_that_disagree_both_say_so():
         assert "lookahead = 0: ranks must agree, but rank 1 has 1" in errors[0]
 
 
-def test_a_port_in_use_is_one_line_on_every_rank(monkeypatch):
-    monkeypatch.setenv("MDI_GROUP_START_S", "3")
+def test_a_port_in_use_is_one_line_on_every_rank():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
+        leader, other = (RankAddress(r, 2, "127.0.0.1", port, leads=r == 0) for r in (0, 1))
         with pytest.raises(ConfigError, match=f"group_port = {port}: cannot be had"):
             LLM(CHECKPOINT, **OPTIONS, data_parallel_size=2, group_port=port)
-        for code, _, errors in ends_of(start_ranks(port, [], [])):
-            assert code == 2
-            assert len(errors) == 1
-            assert str(port) in errors[0]
+        with pytest.raises(ConfigError, match=f"group_port = {port}: cannot be had"):
+            join_group(leader)
+        with pytest.raises(ConfigError, match=f"MASTER_PORT = {port}: no group of ranks"):
+            join_group(other, start_s=1.0)
 
 
 def test_an_error_while_a_worker_loads_is_the_callers():

@@ -39,8 +39,10 @@ def serve(engine, left, lengths, most_tokens):
     engine.expect_requests()
     while engine.has_unfinished_requests():
         for _ in range(min(dice.choice([0, 0, 4, 8]), left)):
-            params = SamplingParams(max_tokens=dice.randint(2, most_tokens), seq_seed=left,
-                                    stop_token_ids=tuple(range(left % 20, vocab_size, 20)))  # fmt: skip
+            stops = tuple(range(left % 20, vocab_size, 20))
+            params = SamplingParams(
+                max_tokens=dice.randint(2, most_tokens), seq_seed=left, stop_token_ids=stops
+            )
             prompt = [dice.randrange(3, vocab_size) for _ in range(dice.choice(lengths))]
             engine.add_request(prompt, params, f"{rank}-{left}")
             if dice.random() < 0.1:
