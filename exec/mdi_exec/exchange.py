@@ -105,11 +105,11 @@ class ExpertExchange(Protocol):
     def most_rows(self) -> int:
         """Rows of the rank that has most, in the layers now running; 0 without a group."""
 
-    def begin_step(self, rows: Sequence[StepRows]) -> None:
-        """Announce all ranks' rows of a step to come; steps take them in order.
+    def begin_step(self, rows: Sequence[tuple[int, int]]) -> None:
+        """Announce all ranks' `StepRows` of a step to come; steps take them in order.
 
-        May be called ahead, from another thread. Either every step is announced or none is: then
-        `start` asks the other ranks.
+        May be called ahead, from another thread. A step is announced on all ranks or on none: then
+        `start` asks the others.
         """
 
     def start(self, own: StepRows) -> None:
@@ -140,7 +140,7 @@ class NoExchange:
 
     rank, size, sent_bytes, most_rows = 0, 1, 0, 0
 
-    def begin_step(self, rows: Sequence[StepRows]) -> None:
+    def begin_step(self, rows: Sequence[tuple[int, int]]) -> None:
         assert len(rows) == 1, f"rows of {len(rows)} ranks, but there is one"
 
     def start(self, own: StepRows) -> None:
@@ -205,9 +205,9 @@ class _GroupExchange:
     def most_rows(self) -> int:
         return max(step.kept if self._is_cut else step.rows for step in self._rows)
 
-    def begin_step(self, rows: Sequence[StepRows]) -> None:
+    def begin_step(self, rows: Sequence[tuple[int, int]]) -> None:
         assert len(rows) == self.size, f"rows of {len(rows)} ranks, but there are {self.size}"
-        self._announced.append(list(rows))
+        self._announced.append([StepRows(*step) for step in rows])
 
     def start(self, own: StepRows) -> None:
         if self._announced:
@@ -308,7 +308,7 @@ class AllToAllExchange(_GroupExchange):
 
 def _first_true(flags: Tensor, count: int) -> Tensor:
     """Return the places of the `count` true flags, ascending, without asking the device."""
-    return torch.argsort(~flags, stable=True)[:count]
+    return torch.argsort((~flags).to(torch.uint8), stable=True)[:count]
 
 
 def _parts(x: Quantised | Tensor) -> tuple[Tensor, ...]:

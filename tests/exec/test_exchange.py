@@ -3,10 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 
-from mdi_exec.batch import Batch, BatchItem
-from mdi_exec.cache import CacheLayout, DeviceCache
 from mdi_exec.checkpoint import open_checkpoint
 from mdi_exec.collectives import Collectives, pack, pad_rows, unpack
 from mdi_exec.exchange import (
@@ -14,7 +11,6 @@ from mdi_exec.exchange import (
     NO_EXCHANGE,
     ExpertShard,
     NoExchange,
-    StepRows,
     make_exchange,
 )
 from mdi_exec.model.transformer import Transformer
@@ -22,52 +18,9 @@ from mdi_exec.model.weights import ExpansionBudget, Weights
 from mdi_exec.numerics import Numerics
 from mdi_exec.ops.routing import group_own_rows, group_rows
 from mdi_shared.errors import ConfigError
-from tests.exec.conftest import GOLDEN, blocks_for
+from tests.exec.conftest import GOLDEN
 from tests.exec.engines import report
-from tests.exec.ranks import run_ranks
-
-# One prompt a rank, as (q, k) of its steps: long chunks beside a single row, then decoding.
-STEPS = (
-    [(100, 100), (50, 150), (1, 151)],
-    [(1, 1), (1, 2), (1, 3)],
-    [(37, 37), (93, 130), (1, 131)],
-    [(64, 64), (1, 65), (3, 68)],
-)
-# The same with bounded replay: ranks whose rows are all cut, some of them, none; all at once last.
-KEEP = 128
-CUT_STEPS = (
-    [(140, 140), (160, 300), (10, 10)],
-    [(10, 10), (10, 20), (5, 5)],
-    [(100, 100), (190, 290), (1, 1)],
-    [(250, 250), (40, 290), (7, 7)],
-)
-CUT_PROMPTS = ((300, 300), (20, 300), (290, 300), (290, 300))  # of the first two steps, the last
-
-
-def drive(model, rank, announce=None):
-    """Run a rank's steps; returns each one's logits. `announce` is called before every step."""
-    ids = load_file(GOLDEN / "logits" / "p520.safetensors")["prompt_ids"]
-    layout = CacheLayout(config=model.config, numerics=model.numerics)
-    cache = DeviceCache(layout, num_blocks=10, num_slots=3, device="cpu")
-    found = []
-    for step, (q, k, prompt, keep) in enumerate(steps_of(rank)):
-        if announce is not None:
-            announce([step_rows(*steps_of(other)[step]) for other in range(model.exchange.size)])
-        item = BatchItem(q, k, 2, blocks_for(512), q if prompt <= k else 0, prompt)
-        batch = Batch.build([item], ids[k - q : k] + rank, replay_keep_tokens=keep)
-        found.append(model.forward(batch, cache))
-    return found
-
-
-def steps_of(rank):
-    cut = [(q, k, CUT_PROMPTS[rank][step == 2], KEEP)
-           for step, (q, k) in enumerate(CUT_STEPS[rank])]  # fmt: skip
-    return [(q, k, k, 0) for q, k in STEPS[rank]] + cut
-
-
-def step_rows(q, k, prompt, keep) -> StepRows:
-    kept_from = prompt - keep if keep else 0
-    return StepRows(q, min(q, max(k - kept_from, 0)))
+from tests.exec.ranks import drive, run_ranks
 
 
 def all_ways(token_map, modes):
@@ -150,6 +103,7 @@ def test_packed_rows_come_back():
 def test_rows_of_other_ranks_experts_are_in_no_tile():
     experts = torch.tensor([[0, 4], [2, 4], [4, 4], [0, 3]], dtype=torch.int32)  # 4: elsewhere
     groups = group_own_rows(experts, 4, 16)
+    assert all(part.dtype == torch.int32 for part in groups)
     assert groups.counts.tolist() == [2, 0, 1, 1]
     assert groups.offsets.tolist() == [0, 2, 2, 3, 4]
     assert groups.order.tolist() == [0, 6, 2, 7, 1, 3, 4, 5]
