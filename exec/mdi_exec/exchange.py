@@ -136,12 +136,12 @@ class ExpertExchange(Protocol):
 
 
 class NoExchange:
-    """One rank that holds everything."""
+    """A rank that holds everything, alone or in a group of such."""
 
     rank, size, sent_bytes, most_rows = 0, 1, 0, 0
 
     def begin_step(self, rows: Sequence[tuple[int, int]]) -> None:
-        assert len(rows) == 1, f"rows of {len(rows)} ranks, but there is one"
+        pass
 
     def start(self, own: StepRows) -> None:
         pass
@@ -162,8 +162,9 @@ NO_EXCHANGE = NoExchange()
 
 
 def make_exchange(
-    kind: str, group: dist.ProcessGroup | None, *, rows_group: dist.ProcessGroup | None = None
-) -> ExpertExchange:
+    kind: str, group: dist.ProcessGroup | Collectives | None, *,
+    rows_group: dist.ProcessGroup | None = None,
+) -> ExpertExchange:  # fmt: skip
     """Return the exchange of `kind` over `group`; None, or a group of one, needs no exchange.
 
     `rows_group` is a CPU group on which ranks tell their rows when steps are not announced: one
@@ -172,12 +173,13 @@ def make_exchange(
     """
     if kind not in KINDS:
         raise ConfigError("exchange", kind, f"must be one of {', '.join(KINDS)}")
-    if group is None or dist.get_world_size(group) == 1:
+    wire = Collectives(group) if isinstance(group, dist.ProcessGroup) else group
+    if wire is None or wire.size == 1:
         return NO_EXCHANGE
-    if rows_group is None and dist.get_backend(group) == "gloo":
-        rows_group = group
+    if isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "gloo":
+        rows_group = rows_group or group
     way = AllGatherExchange if kind == "all_gather" else AllToAllExchange
-    return way(Collectives(group), rows_group)
+    return way(wire, rows_group)
 
 
 def share_rows(own: StepRows, group: dist.ProcessGroup) -> list[StepRows]:
