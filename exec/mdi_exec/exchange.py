@@ -161,6 +161,12 @@ class NoExchange:
 NO_EXCHANGE = NoExchange()
 
 
+def require_kind(kind: str) -> None:
+    """Raise `ConfigError` unless `kind` names an exchange."""
+    if kind not in KINDS:
+        raise ConfigError("exchange", kind, f"must be one of {', '.join(KINDS)}")
+
+
 def make_exchange(
     kind: str, group: dist.ProcessGroup | Collectives | None, *,
     rows_group: dist.ProcessGroup | None = None,
@@ -171,8 +177,7 @@ def make_exchange(
     that nobody else uses meanwhile. `group` itself serves when it is on the CPU. Raises
     `ConfigError` for an unknown kind.
     """
-    if kind not in KINDS:
-        raise ConfigError("exchange", kind, f"must be one of {', '.join(KINDS)}")
+    require_kind(kind)
     wire = Collectives(group) if isinstance(group, dist.ProcessGroup) else group
     if wire is None or wire.size == 1:
         return NO_EXCHANGE
