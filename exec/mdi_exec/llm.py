@@ -16,6 +16,7 @@ import torch
 
 from mdi_exec.cache import CacheLayout, DeviceCache
 from mdi_exec.engine import LLMEngine
+from mdi_exec.exchange import ExpertExchange, ExpertShard, make_exchange
 from mdi_exec.memory import StepLimits, estimate_memory, require_fits_on
 from mdi_exec.model.shape import shape_of
 from mdi_exec.model.transformer import Transformer
@@ -88,13 +89,16 @@ class LLM:
         _check_weight_memory(self.source, self.options)
         numerics = Numerics(self.options.numerics)
         layout = CacheLayout(config=self.config, numerics=numerics)
+        self.shard = ExpertShard(self.group.rank, self.group.size)
         workspace = self._require_memory(layout, scheduler_options)
         self.model = Transformer(
             self.config,
-            Weights(self.source.tensors, self.options.device, budget=self._budget()),
+            Weights(self.source.tensors, self.options.device, budget=self._budget(),
+                    shard=self.shard),
             token_map=self.source.token_map,
             numerics=numerics,
-        )
+            exchange=self._exchange(),
+        )  # fmt: skip
         self.scheduler_config = self._agreed(
             self._sized(layout, scheduler_options, _kv_bytes(self.options, workspace))
         )
@@ -119,6 +123,11 @@ class LLM:
         """This process's own engine; the front of a group that has started its ranks has none."""
         assert isinstance(self.engine, LLMEngine), "this process has no rank"
         return self.engine
+
+    def _exchange(self) -> ExpertExchange:
+        tensors = self.group.tensor_group(torch.device(self.options.device))
+        rows_group = self.group.rows_group() if self.options.device != "cpu" else None
+        return make_exchange(self.options.exchange, tensors, rows_group=rows_group)
 
     def _budget(self) -> ExpansionBudget:
         return ExpansionBudget(self.options.expanded_weights_bytes, self.options.uses_kernels)
@@ -147,7 +156,7 @@ class LLM:
         estimate = estimate_memory(
             layout, limits, num_blocks=config.num_blocks, num_slots=config.num_slots,
             copies_limit=self.options.expanded_weights_bytes,
-            for_kernels=self.options.uses_kernels,
+            for_kernels=self.options.uses_kernels, shard=self.shard,
         )  # fmt: skip
         require_fits_on(estimate, self.options.device)
         return estimate.workspace

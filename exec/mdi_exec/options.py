@@ -11,6 +11,7 @@ import torch
 
 from mdi_exec.batch import BLOCK_TOKENS
 from mdi_exec.cache import CacheLayout
+from mdi_exec.exchange import require_kind
 from mdi_exec.numerics import Numerics
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.errors import ConfigError
@@ -39,7 +40,8 @@ class EngineOptions:
 
     `data_parallel_size` ranks serve requests side by side, each with its own cache, and share the
     routed experts; `expert_parallel_size` is the same number in this version. They are processes
-    that the LLM starts, unless torchrun has. `placement` says which rank serves a request.
+    that the LLM starts, unless torchrun has. `exchange` is how rows reach other ranks' experts:
+    "all_gather" or "all_to_all". `placement` says which rank serves a request.
     `group_port` is where they meet (0: any free one); a rank that is not heard of for
     `group_timeout_s` seconds ends the group.
     """
@@ -57,6 +59,7 @@ class EngineOptions:
     record: str | None = None
     data_parallel_size: int = 1
     expert_parallel_size: int | None = None
+    exchange: str = "all_gather"
     placement: str = "round_robin"
     group_port: int = 0
     group_timeout_s: float = 600.0
@@ -90,6 +93,7 @@ class EngineOptions:
     def _check_group(self) -> None:
         if self.data_parallel_size < 1:
             raise ConfigError("data_parallel_size", self.data_parallel_size, "must be at least 1")
+        require_kind(self.exchange)
         placement_by_name(self.placement)
         if not 0 <= self.group_port < 1 << 16:
             raise ConfigError("group_port", self.group_port, "must be from 0 to 65535")

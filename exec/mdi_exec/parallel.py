@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from mdi_exec.collectives import Collectives
 from mdi_exec.errors import GroupError
 from mdi_exec.model.config import ModelConfig
 from mdi_shared.errors import ConfigError
@@ -93,11 +94,18 @@ class RankGroup:
                 raise
             raise first from error
 
-    def tensor_group(self, device: torch.device) -> dist.ProcessGroup | None:
+    def tensor_group(self, device: torch.device) -> dist.ProcessGroup | Collectives | None:
         """Return the group in which the ranks' devices exchange tensors; None for a group of one.
 
         It is another one than that of the votes, because a step exchanges while the next is voted
         on. A collective call: all ranks make it, once.
+        """
+        return None
+
+    def rows_group(self) -> dist.ProcessGroup | None:
+        """Return a further group, of hosts, for steps whose rows nobody announces (warm-up).
+
+        A collective call too.
         """
         return None
 
@@ -247,6 +255,10 @@ class ProcessGroup(RankGroup):
     def tensor_group(self, device: torch.device) -> dist.ProcessGroup | None:
         backend = "nccl" if device.type == "cuda" else "gloo"
         made: dist.ProcessGroup = dist.new_group(backend=backend)
+        return made
+
+    def rows_group(self) -> dist.ProcessGroup | None:
+        made: dist.ProcessGroup = dist.new_group(backend="gloo")
         return made
 
     def fail(self, error: BaseException) -> BaseException:

@@ -62,17 +62,6 @@ class Pending(Protocol):
         """Wait for the step's tokens; raises `NumericsError` when logits are not finite."""
 
 
-class StepExchange(Protocol):
-    """What carries rows between the devices of a group inside a step (the experts' inputs)."""
-
-    def begin_step(self, rows: Sequence[tuple[int, int]]) -> None:
-        """Announce a step: each rank's rows, and those it keeps behind bounded replay's cut.
-
-        Called in the order of the steps, before each is handed over, and not from the device's
-        thread.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class _Flight:
     """A step whose work is with the device. `tops` are alternatives, on the host when it is done.
@@ -109,7 +98,7 @@ class ModelRunner:
     when the step is launched, before the device has computed them.
 
     In a `group` of several ranks a step without requests runs a placeholder row, because the other
-    ranks meet this one in every layer; `exchange` is told each step's rows of all ranks.
+    ranks meet this one in every layer; the model's exchange is told each step's rows of all ranks.
     """
 
     def __init__(
@@ -123,13 +112,11 @@ class ModelRunner:
         measures_experts: bool = False,
         on_logits: Callable[[Sequence[RequestState], Tensor], None] | None = None,
         group: RankGroup | None = None,
-        exchange: StepExchange | None = None,
     ) -> None:
         self.model = model
         self.replay_keep_tokens = replay_keep_tokens
         self.on_logits = on_logits
         self._group = group if group is not None else RankGroup()
-        self._exchange = exchange
         self._program = StepProgram(model, cache, sampler, max_rows=cache.num_slots,
                                     measures_experts=measures_experts)  # fmt: skip
         self.graphs: DecodeGraphs | None = None
@@ -188,8 +175,8 @@ class ModelRunner:
     def _announce(self, inputs: StepInputs) -> None:
         """Tell the exchange every rank's rows; on the host, so that no device is waited for."""
         gathered = self._group.gather((inputs.num_rows, inputs.num_kept_rows))
-        if self._exchange is not None:
-            self._exchange.begin_step([(rows, kept) for rows, kept in gathered])
+        if self._group.size > 1:
+            self.model.exchange.begin_step([(rows, kept) for rows, kept in gathered])
 
     def _inputs(self, plan: StepPlan, requests: Sequence[RequestState]) -> StepInputs:
         shape = None

@@ -4,20 +4,66 @@ import threading
 from contextlib import contextmanager
 from unittest import mock
 
+import torch
+
+from mdi_exec.collectives import Collectives
 from mdi_exec.errors import GroupError
 from mdi_exec.parallel import RankAddress, RankGroup
 
 LONGEST_S = 60  # a rank that waits longer for the others hangs
 
 
-class Meeting:
-    """Where the ranks meet."""
+class Place:
+    """Where the ranks of a group meet, again and again."""
 
     def __init__(self, size):
-        self.barrier = threading.Barrier(size)
-        self.values = [None] * size
+        self.barrier, self.values = threading.Barrier(size), [None] * size
+
+
+class Meeting:
+    """What a group's threads share."""
+
+    def __init__(self, size):
+        self.votes, self.tensors = Place(size), Place(size)
+        self.size = size
         self.lock = threading.Lock()
         self.first_error = None
+
+
+def meet(place, rank, value):
+    """Return what every rank has brought."""
+    try:
+        place.values[rank] = value
+        place.barrier.wait(LONGEST_S)
+        found = list(place.values)
+        place.barrier.wait(LONGEST_S)
+    except threading.BrokenBarrierError:
+        raise GroupError("the others are gone") from None
+    return found
+
+
+class ThreadCollectives(Collectives):
+    """Exchange of tensors between threads, which meet apart from their votes."""
+
+    def __init__(self, group):
+        self.rank, self.size, self.sent_bytes = group.rank, group.size, 0
+        self.meet = lambda value: meet(group.meeting.tensors, group.rank, value)
+
+    def all_gather(self, rows):
+        return torch.cat(self.meet(rows))
+
+    def reduce_scatter(self, rows):
+        parts = [part.chunk(self.size)[self.rank] for part in self.meet(rows)]
+        return torch.stack(parts).sum(dim=0, dtype=torch.uint8)
+
+    def all_to_all(self, rows, sent, received):
+        parts = self.meet(torch.split(rows, list(sent)))
+        return torch.cat([part[self.rank] for part in parts])
+
+    def swap_counts(self, counts):
+        got = torch.stack([part[self.rank] for part in self.meet(counts)])
+        sent, received = torch.stack((counts, got)).transpose(1, 2).tolist()
+        return sent, received
 
 
 class ThreadGroup(RankGroup):
@@ -25,7 +71,7 @@ class ThreadGroup(RankGroup):
 
     def __init__(self, rank, meeting):
         self.rank, self.meeting = rank, meeting
-        self.size = len(meeting.values)
+        self.size = meeting.size
         self.is_open = True
 
     def gather(self, values):
@@ -34,15 +80,13 @@ class ThreadGroup(RankGroup):
     def gather_objects(self, value):
         if not self.is_open:
             raise GroupError("it was left already")
-        meeting = self.meeting
         try:
-            meeting.values[self.rank] = value
-            meeting.barrier.wait(LONGEST_S)
-            found = list(meeting.values)
-            meeting.barrier.wait(LONGEST_S)
-        except threading.BrokenBarrierError:
-            raise self.fail(GroupError("the others are gone")) from None
-        return found
+            return meet(self.meeting.votes, self.rank, value)
+        except GroupError as error:
+            raise self.fail(error) from None
+
+    def tensor_group(self, device):
+        return ThreadCollectives(self)
 
     def fail(self, error):
         if not self.is_open:
@@ -57,7 +101,8 @@ class ThreadGroup(RankGroup):
         if self.is_open:
             self.is_open = False
             if self.meeting.first_error is not None:
-                self.meeting.barrier.abort()
+                self.meeting.votes.barrier.abort()
+                self.meeting.tensors.barrier.abort()
 
 
 def run_ranks(size, work):
