@@ -42,9 +42,26 @@ def all_ways(token_map, modes):
     return {"logits": logits, "sent": sent}
 
 
-@pytest.mark.parametrize(("size", "modes"), [(2, list(Numerics)), (4, [Numerics.FLOAT32])])
-def test_ranks_compute_what_one_rank_does(size, modes, runners, token_map, tmp_path):
-    found = run_ranks(size, all_ways, tmp_path, token_map, modes)
+@pytest.fixture(scope="module")
+def two_ranks(token_map, tmp_path_factory):
+    """What two ranks found; starting processes takes longer than what they do."""
+    return run_ranks(2, two_ranks_job, tmp_path_factory.mktemp("ranks"), token_map)
+
+
+def two_ranks_job(token_map):
+    return {**all_ways(token_map, list(Numerics)), "moved": move_bytes()}
+
+
+def test_two_ranks_compute_what_one_does(two_ranks, runners):
+    require_equal_logits(two_ranks, list(Numerics), runners)
+
+
+def test_four_ranks_compute_what_one_does(runners, token_map, tmp_path):
+    modes = [Numerics.FLOAT32]
+    require_equal_logits(run_ranks(4, all_ways, tmp_path, token_map, modes), modes, runners)
+
+
+def require_equal_logits(found, modes, runners):
     for rank, got in enumerate(found):
         for numerics in modes:
             wanted = drive(runners[numerics].model, rank)
@@ -55,7 +72,7 @@ def test_ranks_compute_what_one_rank_does(size, modes, runners, token_map, tmp_p
                     assert torch.equal(here, there), f"rank {rank}, {numerics}, {kind}, step {step}"
     for numerics in modes:
         sent = {kind: sum(got["sent"][numerics.value, kind] for got in found) for kind in KINDS}
-        report(f"{size} ranks, {numerics.value}: bytes sent {sent}")
+        report(f"{len(found)} ranks, {numerics.value}: bytes sent {sent}")
         assert sent["all_to_all"] < sent["all_gather"]
 
 
@@ -74,10 +91,9 @@ def move_bytes():
     return gathered, wire.reduce_scatter(parts), sent, received, swapped, wire.sent_bytes
 
 
-def test_collectives_move_rows(tmp_path):
-    for rank, (gathered, part, sent, received, swapped, sent_bytes) in enumerate(
-        run_ranks(2, move_bytes, tmp_path)
-    ):
+def test_collectives_move_rows(two_ranks):
+    for rank, found in enumerate(two_ranks):
+        gathered, part, sent, received, swapped, sent_bytes = found["moved"]
         assert gathered[:, 0].tolist() == [0, 0, 1, 1]
         assert part.flatten().tolist() == ([200, 200] if rank == 0 else [0, 0])
         assert (sent, received) == ([[10 * rank, 10 * rank + 1]], [[rank, 10 + rank]])
