@@ -23,7 +23,7 @@ from torch import Tensor
 from mdi_exec.batch import Batch
 from mdi_exec.cache import DeviceCache
 from mdi_exec.device_clock import DeviceClock, Mark, clock_of
-from mdi_exec.errors import NumericsError
+from mdi_exec.errors import EngineStoppedError, NumericsError
 from mdi_exec.graphs import DecodeGraphs
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.parallel import RankGroup
@@ -130,6 +130,7 @@ class ModelRunner:
             self._clock: DeviceClock = clock_of(model.device)
         self._row_of: dict[int, int] = {}  # sequence id -> its row among the newest samples
         self._last_end_ns = 0
+        self._has_failed = False
 
     def warm_up(self, max_rows: int) -> None:
         """Do now what the first steps of each size would do: compile kernels, capture graphs.
@@ -202,7 +203,17 @@ class ModelRunner:
         return torch.cuda.device(self.model.device) if self._is_cuda else nullcontext()
 
     def _run(self, inputs: StepInputs, handed_ns: int) -> StepTokens:
-        return self._collect(self._start(inputs, handed_ns))
+        """Run a step on the worker; behind one that failed none runs any more.
+
+        In a group it would meet the other ranks in the middle of the failed step.
+        """
+        if self._has_failed:
+            raise EngineStoppedError("a step before this one has failed")
+        try:
+            return self._collect(self._start(inputs, handed_ns))
+        except BaseException:
+            self._has_failed = True
+            raise
 
     @torch.inference_mode()
     def _start(self, inputs: StepInputs, handed_ns: int) -> _Flight:
