@@ -15,7 +15,7 @@ RANKS = 4
 class FirstRank:
     """The worst there is: everything on rank 0."""
 
-    def place(self, prompt_len: int, num_ranks: int) -> int:
+    def place(self, prompt_len: int, max_tokens: int, num_ranks: int) -> int:
         return 0
 
 

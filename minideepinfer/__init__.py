@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mdi_shared.errors import ConfigError, DeadlockError, MiniDeepInferError, TraceError
     from mdi_shared.hardware import B200, H200, Hardware
     from mdi_shared.linear_cost import LinearCost
-    from mdi_shared.placement import LeastTokens, Placement, RoundRobin
+    from mdi_shared.placement import LeastKV, LeastTokens, Placement, RoundRobin
     from mdi_shared.predicted_cost import PredictedCost
     from mdi_shared.roofline import Efficiencies, RooflineCost
     from mdi_shared.shape import TINY, V41_FLASH, ModelShape
@@ -87,6 +87,7 @@ __all__ = [
     "Hardware",
     "HostCost",
     "LLMEngine",
+    "LeastKV",
     "LeastTokens",
     "LinearCost",
     "LogNormal",
@@ -147,7 +148,7 @@ _MODULES = {
     "mdi_shared.errors": "ConfigError DeadlockError MiniDeepInferError TraceError",
     "mdi_shared.hardware": "B200 H200 Hardware",
     "mdi_shared.linear_cost": "LinearCost",
-    "mdi_shared.placement": "LeastTokens Placement RoundRobin",
+    "mdi_shared.placement": "LeastKV LeastTokens Placement RoundRobin",
     "mdi_shared.predicted_cost": "PredictedCost",
     "mdi_shared.roofline": "Efficiencies RooflineCost",
     "mdi_shared.shape": "TINY V41_FLASH ModelShape",

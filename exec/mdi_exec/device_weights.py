@@ -6,6 +6,7 @@ are the same for the same seed, name and kind of device. Read next: `model_sourc
 """
 
 import hashlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -48,13 +49,33 @@ class RandomSource:
         self._fill(out, name, spec)
         return out
 
+    def get_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows start .. stop-1 of what `get` returns.
+
+        Everything is drawn, since a row depends on those before it, but of FP8 codes only a piece
+        at a time is held beside the rows.
+        """
+        spec = self._spec(name)
+        require(0 <= start <= stop <= spec.shape[0], f"rows of {name}", (start, stop),
+                f"must lie in 0 .. {spec.shape[0]}")  # fmt: skip
+        if spec.dtype != "F8_E4M3":
+            return self.get(name)[start:stop].clone()
+        out = torch.empty((stop - start, *spec.shape[1:]), dtype=torch.float8_e4m3fn,
+                          device=self.device)  # fmt: skip
+        width = spec.num_elements // spec.shape[0]
+        first, end, flat = start * width, stop * width, out.view(-1)
+        for begin, values in self._e4m3_pieces(spec, self._dice(name)):
+            low, high = max(begin, first), min(begin + len(values), end)
+            if low < high:
+                flat[low - first : high - first].copy_(values[low - begin : high - begin])
+        return out
+
     def _spec(self, name: str) -> TensorSpec:
         require(name in self.tensors, "tensor", name, "is none of those the config asks for")
         return self.tensors[name]
 
     def _fill(self, out: Tensor, name: str, spec: TensorSpec) -> None:
-        digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=7).digest()
-        dice = self._generator.manual_seed(int.from_bytes(digest, "little"))
+        dice = self._dice(name)
         if spec.dtype == "I8":  # two FP4 codes: any byte will do
             out.view(torch.uint8).random_(0, 256, generator=dice)
         elif spec.dtype == "F8_E8M0":
@@ -63,12 +84,22 @@ class RandomSource:
             codes = out.view(torch.uint8).bernoulli_(share_of_upper, generator=dice)
             codes += exponent + E8M0_BIAS
         elif spec.dtype == "F8_E4M3":
-            for piece in torch.split(out.view(-1), PIECE_ELEMENTS):
-                values = torch.empty(piece.shape, device=self.device)
-                values.normal_(0.0, E4M3_SPREAD, generator=dice).clamp_(-E4M3_MAX, E4M3_MAX)
-                piece.copy_(values)
+            for begin, values in self._e4m3_pieces(spec, dice):
+                out.view(-1)[begin : begin + len(values)].copy_(values)
         else:
             out.normal_(law_of(name).mean, spread_of(name, spec), generator=dice)
+
+    def _dice(self, name: str) -> torch.Generator:
+        digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=7).digest()
+        return self._generator.manual_seed(int.from_bytes(digest, "little"))
+
+    def _e4m3_pieces(self, spec: TensorSpec, dice: torch.Generator) -> Iterator[tuple[int, Tensor]]:
+        """Draw a tensor's values piece by piece: the first one's flat index, and float32 values."""
+        for begin in range(0, spec.num_elements, PIECE_ELEMENTS):
+            size = min(PIECE_ELEMENTS, spec.num_elements - begin)
+            values = torch.empty(size, device=self.device)
+            values.normal_(0.0, E4M3_SPREAD, generator=dice).clamp_(-E4M3_MAX, E4M3_MAX)
+            yield begin, values
 
 
 def random_token_map(config: ModelConfig, seed: int = 0) -> Tensor:

@@ -11,12 +11,12 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mdi_exec.errors import EngineStoppedError
+from mdi_exec.parallel import HAS_COME, MAY_COME, NOTHING_COMES, RankGroup
 from mdi_exec.recording import NO_ARRIVAL, LaunchTimes, Recording
-from mdi_exec.request_state import RequestOutput, RequestState
+from mdi_exec.request_state import RequestOutput, RequestState, check_prompt
 from mdi_exec.runner import ModelRunner, Pending, StepTokens
 from mdi_exec.sampling import SamplingParams
 from mdi_exec.tokenizer import Tokenizer
@@ -25,6 +25,7 @@ from mdi_shared.loop import (
     Answer,
     AwaitArrival,
     AwaitStep,
+    Balance,
     Effect,
     Launch,
     News,
@@ -36,6 +37,9 @@ from mdi_shared.loop import (
 from mdi_shared.plan import Ending, StepOutcome, StepPlan, StepResult
 from mdi_shared.request import Request
 from mdi_shared.scheduler import Scheduler
+from mdi_traces.run import Run
+
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0005, 0.01  # of an idle group between two looks
 
 
 @dataclass(slots=True)
@@ -53,6 +57,10 @@ class LLMEngine:
     """Serves requests as they come. Not thread-safe but for `add_request` and `abort_request`.
 
     `recording`, when given, receives every step; it costs a few numbers each.
+
+    In a `group` of several ranks, turns are taken together: once any rank has work, each calls
+    `step` until `is_idle` says that all are done. `more_to_come` keeps the group awake for
+    requests that this rank's caller has yet to add.
     """
 
     def __init__(
@@ -64,9 +72,12 @@ class LLMEngine:
         tokenizer: Tokenizer | None = None,
         recording: Recording | None = None,
         seed: int = 0,
+        group: RankGroup | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self.group = group if group is not None else RankGroup()
+        self.more_to_come = False
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
         self.recording = recording
@@ -80,43 +91,49 @@ class LLMEngine:
         self._num_added = 0
         self._flights: deque[_InFlight] = deque()
         self._outputs: list[RequestOutput] = []
-        self._loop = serve(scheduler)
+        self._loop = serve(scheduler, num_ranks=self.group.size)
         self._effect: Effect | None = None  # what the loop is waiting for an answer to
         self._stopped: str | None = None  # why, once it has
-        self._start_ns = time.monotonic_ns()
+        self._is_idle = True
+        self._nap_s = _SHORTEST_NAP_S
+        # One start for all ranks: their clocks are the same where they share a machine.
+        self._start_ns = max(ns for (ns,) in self.group.gather((time.monotonic_ns(),)))
         self._poll_ns = 0
+        self._waited_ns = 0  # at votes since that poll
         self._ingress_ns = NO_ARRIVAL  # how long the newest request waited for that poll
 
     # ---- requests ------------------------------------------------------------------------------
 
     def now_ns(self) -> int:
-        """Nanoseconds since the engine started."""
+        """Nanoseconds since the engine started, in a group since its last one did."""
         return time.monotonic_ns() - self._start_ns
 
+    @property
+    def start_ns(self) -> int:
+        """That start, on the clock of `time.monotonic_ns`."""
+        return self._start_ns
+
     def add_request(
-        self,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        req_id: str | None = None,
-        *,
-        arrival_ns: int | None = None,
-    ) -> str:
+        self, prompt_token_ids: list[int], params: SamplingParams, req_id: str | None = None,
+        *, rank: int | None = None, arrival_ns: int | None = None,
+    ) -> str:  # fmt: skip
         """Queue a request and return its id (made up from a counter if not given).
 
-        `arrival_ns`, on the clock of `now_ns`, is when it reached the server, where that was before
-        this call: its latencies count from there.
+        `rank`, where given, must be this engine's (see `takes`). `arrival_ns`, on the clock of
+        `now_ns`, is when it reached the server, where that was before this call: its latencies
+        count from there.
 
         Raises `ConfigError` for an empty prompt, a token id outside the vocabulary, or an id that
         is in use, and `EngineStoppedError` once the engine is closed. A prompt too long for the
         model is answered with `prompt_length_exceeded`.
         """
         self.check_request(prompt_token_ids, params)
+        assert rank is None or self.takes(rank), f"rank {rank}'s request, on {self.group.rank}"
         with self._lock:
             name = req_id if req_id is not None else str(self._num_added)
             if name in self._live:
                 raise ConfigError("req_id", name, "is in use by an unfinished request")
-            if params.seq_seed is None:
-                params = replace(params, seq_seed=self._dice.getrandbits(64))
+            params = self.draw_seed(params)
             state = RequestState(
                 req_id=name,
                 prompt_len=len(prompt_token_ids),
@@ -133,23 +150,54 @@ class LLMEngine:
     def check_request(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raise what `add_request` would raise for this prompt; queue nothing."""
         self._require_open()
-        if not prompt_token_ids:
-            raise ConfigError("prompt_token_ids", prompt_token_ids, "must hold at least one token")
-        if not _are_token_ids(prompt_token_ids, self.vocab_size):
-            index = next(i for i, token in enumerate(prompt_token_ids)
-                         if not _are_token_ids([token], self.vocab_size))  # fmt: skip
-            raise ConfigError(f"prompt_token_ids[{index}]", prompt_token_ids[index],
-                              f"must be an int from 0 to {self.vocab_size - 1}")  # fmt: skip
-        params.require_vocabulary(self.vocab_size)
+        check_prompt(prompt_token_ids, params, self.vocab_size)
 
     def abort_request(self, req_id: str) -> None:
         """End a request at the next step; unknown and finished ids are ignored."""
         with self._lock:
             self._aborts.append(req_id)
 
+    def takes(self, rank: int) -> bool:
+        """Say whether requests placed on `rank` are added here."""
+        return rank == self.group.rank
+
+    def draw_seed(self, params: SamplingParams) -> SamplingParams:
+        """Give `params` a seed if they bring none: the next one, counted over all such requests."""
+        if params.seq_seed is not None:
+            return params
+        return replace(params, seq_seed=self._dice.getrandbits(64))
+
+    def expect_requests(self) -> None:
+        """In a group: some rank gets requests now, so take part in turns until all are idle."""
+        self._is_idle = self.group.size == 1
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it was closed or an error has stopped it."""
+        return self._stopped is not None
+
+    @property
+    def num_ranks(self) -> int:
+        return self.group.size
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the loop sleeps, since no rank has work, and nothing was added here since."""
+        return isinstance(self._effect, AwaitArrival) and not self._live
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the group, at its last look, had no work and expected none."""
+        return self._is_idle
+
+    def abort_all(self) -> None:
+        """End all requests at the next step."""
+        with self._lock:
+            self._aborts += list(self._live)
+
     def has_unfinished_requests(self) -> bool:
-        """Say whether some request has not been answered in full yet."""
-        return bool(self._live)
+        """Say whether some request has not been answered in full yet, in a group on any rank."""
+        return bool(self._live) or not self._is_idle
 
     # ---- turns ---------------------------------------------------------------------------------
 
@@ -164,17 +212,30 @@ class LLMEngine:
         outputs, self._outputs = self._outputs, []
         return outputs
 
+    def recorded_run(self) -> Run | None:
+        """Return the run so far, as the ranks recorded it; None elsewhere than on rank 0.
+
+        In a group all ranks call it together. Also None when nothing is recorded.
+        """
+        if self.recording is None:
+            return None
+        parts = self.group.gather_objects(self.recording.part(self.scheduler))
+        if self.group.rank:
+            return None
+        return self.recording.describe(self.scheduler, self.group.size).build(parts)
+
     def drain(self) -> None:
         """Run until the engine is idle; what becomes visible comes with the next `step`."""
-        while self.scheduler.has_unfinished() or self.scheduler.num_in_flight:
+        while self.scheduler.has_unfinished() or self.scheduler.num_in_flight or not self._is_idle:
             self._guarded_turn()
 
     def close(self) -> None:
-        """Stop the device worker; harmless when done twice."""
+        """Stop the device worker and leave the group; harmless when done twice."""
         self._stop("it was closed")
 
     def _stop(self, reason: str) -> None:
         self._stopped = self._stopped or reason
+        self.group.close()  # first: the worker may be waiting for another rank
         self.runner.close()
 
     def _require_open(self) -> None:
@@ -184,7 +245,8 @@ class LLMEngine:
     def _guarded_turn(self) -> None:
         self._require_open()
         try:
-            self._turn()
+            with self.group.ends_with():
+                self._turn()
         except BaseException as error:
             self._stop(str(error) or type(error).__name__)
             raise
@@ -193,7 +255,7 @@ class LLMEngine:
         if self._effect is None:
             self._effect = next(self._loop)
         if isinstance(self._effect, AwaitArrival):
-            if not self._has_news():
+            if not self._is_woken():
                 return
             self._effect = self._loop.send(True)
         assert isinstance(self._effect, Poll), "a turn begins with a look at the world"
@@ -213,8 +275,30 @@ class LLMEngine:
         if isinstance(effect, Report):
             self._report(effect)
             return None
-        assert isinstance(effect, Vote), effect
-        return effect.ballot.want  # a group of one
+        assert isinstance(effect, Vote | Balance), effect
+        before_ns = time.monotonic_ns()
+        agreed: Answer
+        if isinstance(effect, Vote):
+            agreed = self.group.vote(effect)
+        else:
+            agreed = self.group.balance(effect.offer)
+        self._waited_ns += time.monotonic_ns() - before_ns
+        return agreed
+
+    def _is_woken(self) -> bool:
+        """Say whether any rank has news; an idle group that expects some naps a little first."""
+        has_news = self._has_news()
+        if self.group.size == 1:
+            return has_news
+        known = HAS_COME if has_news else MAY_COME if self.more_to_come else NOTHING_COMES
+        heard = self.group.arrivals(known)
+        self._is_idle = heard == NOTHING_COMES
+        if heard == MAY_COME:
+            time.sleep(self._nap_s)
+            self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S)
+        else:
+            self._nap_s = _SHORTEST_NAP_S
+        return heard == HAS_COME
 
     def _has_news(self) -> bool:
         with self._lock:
@@ -225,6 +309,7 @@ class LLMEngine:
             arrived, self._inbox = self._inbox, []
             aborts, self._aborts = self._aborts, []
             self._poll_ns = self.now_ns()  # under the lock: who arrived before it is in `arrived`
+        self._waited_ns = 0
         if arrived:
             self._ingress_ns = self._poll_ns - max(state.arrival_ns for state in arrived)
         for state in arrived:
@@ -253,7 +338,7 @@ class LLMEngine:
         self._flights.append(_InFlight(plan, requests, pending))
         if self.recording is not None:
             times = LaunchTimes(self._poll_ns, planned_ns, handed_ns - self._start_ns,
-                                self.now_ns(), self._ingress_ns)  # fmt: skip
+                                self.now_ns(), self._ingress_ns, self._waited_ns)  # fmt: skip
             self.recording.launched(plan, times)
             self._ingress_ns = NO_ARRIVAL
         return 1
@@ -303,10 +388,3 @@ class LLMEngine:
         state.finish_reason = ending.reason
         self._live.pop(state.req_id, None)
         self._outputs.append(RequestOutput(state, new, self.tokenizer))
-
-
-def _are_token_ids(ids: Sequence[object], vocab_size: int) -> bool:
-    """Check a whole prompt at once: the device may be waiting for its next step meanwhile."""
-    if set(map(type, ids)) != {int}:
-        return False
-    return min(ids) >= 0 and max(ids) < vocab_size  # type: ignore[type-var, operator]

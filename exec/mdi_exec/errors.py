@@ -29,3 +29,15 @@ class EngineStoppedError(MiniDeepInferError):
     @property
     def message(self) -> str:
         return f"the engine has stopped: {self.reason}"
+
+
+class GroupError(MiniDeepInferError):
+    """Another rank of the group has failed or died, and this one has stopped with it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    @property
+    def message(self) -> str:
+        return f"the group of ranks has stopped: {self.reason}"

@@ -5,12 +5,14 @@ residual streams, plus the largest of the phases that follow one another (attent
 experts, Engram, head). Read next: `cache.py` (what a block holds), `checkpoint_names.py`.
 """
 
+import re
 from dataclasses import dataclass
 
 import torch
 
 from mdi_exec.cache import CacheLayout
 from mdi_exec.checkpoint_names import TensorSpec, expected_tensors
+from mdi_exec.exchange import WHOLE, ExpertShard
 from mdi_exec.model.config import ModelConfig
 from mdi_exec.model.indexer import MAX_GATHERED_VALUES as INDEXER_GATHERS
 from mdi_exec.model.indexer import MAX_SCORES
@@ -21,6 +23,8 @@ from mdi_exec.options import GB
 from mdi_exec.sampler import ROWS_AT_ONCE
 from mdi_shared.errors import ConfigError
 
+ROUTED_EXPERT = re.compile(r"\.ffn\.experts\.(\d+)\.")
+ENGRAM_TABLE = ".engram.embed."
 NOT_BACKBONE = ("mtp.", "vision.", "aligner.", "image_")  # in the checkpoint, but never loaded
 MARGIN = 1.1  # allocator rounding and small tensors
 SAMPLER_ARRAYS = 8  # of float64 and int64, of as many rows as the sampler takes at once
@@ -58,33 +62,56 @@ def estimate_memory(
     copies_limit: float = 0.0,
     for_kernels: bool = False,
     engram_elsewhere: bool = False,
+    shard: ExpertShard = WHOLE,
 ) -> MemoryEstimate:
-    """Return what a model and its cache will take.
+    """Return what a model and its cache will take, on one rank of a group when `shard` says so.
 
     `copies_limit` bounds the bytes of unpacked weight copies (`ExpansionBudget`), `for_kernels`
     says that kernels run rather than references, `engram_elsewhere` that Engram's tables lie on
-    another device.
+    another device. In a group every rank may have the largest step, all for one rank's experts.
     """
     config = layout.config
-    specs = backbone_tensors(config)
-    tables = sum(spec.nbytes for name, spec in specs.items() if ".engram.embed." in name)
+    specs = backbone_tensors(config, shard)
+    tables = sum(spec.nbytes for name, spec in specs.items() if ENGRAM_TABLE in name)
     weights = sum(spec.nbytes for spec in specs.values()) - tables * engram_elsewhere
     copies = min(int(copies_limit), _copied_bytes(specs, for_kernels=for_kernels))
     if for_kernels:
         copies += config.num_hidden_layers * _projection_terms_bytes(config)
     return MemoryEstimate(
         weights, copies, cache_bytes(layout, num_blocks, num_slots),
-        workspace_bytes(config, layout.numerics, limits, for_kernels=for_kernels),
+        workspace_bytes(config, layout.numerics, limits, for_kernels=for_kernels,
+                        num_ranks=shard.size),
     )  # fmt: skip
 
 
-def backbone_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
-    """Return the tensors that the text model loads."""
-    return {
-        name: spec
-        for name, spec in expected_tensors(config).items()
-        if not name.startswith(NOT_BACKBONE)
-    }
+def backbone_tensors(config: ModelConfig, shard: ExpertShard = WHOLE) -> dict[str, TensorSpec]:
+    """Return the tensors that the text model loads: of a shard, its experts and table rows.
+
+    Raises `ConfigError` when the group's size does not divide the routed experts.
+    """
+    own = shard.experts(config.n_routed_experts)
+    found: dict[str, TensorSpec] = {}
+    for name, spec in expected_tensors(config).items():
+        expert = ROUTED_EXPERT.search(name)
+        if name.startswith(NOT_BACKBONE) or (expert and int(expert[1]) not in own):
+            continue
+        if ENGRAM_TABLE in name:
+            spec = TensorSpec(spec.dtype, (len(shard.rows(spec.shape[0])), *spec.shape[1:]))
+        found[name] = spec
+    return found
+
+
+def memory_line(estimate: MemoryEstimate, config: ModelConfig, shard: ExpertShard = WHOLE) -> str:
+    """Say in one line what a rank will hold, before it loads."""
+    own = shard.experts(config.n_routed_experts)
+    parts = f"experts {own.start} to {own.stop - 1} of {config.n_routed_experts}"
+    if config.engram_layer_ids:
+        rows = sum(len(shard.rows(count)) for count in config.engram_num_embeddings)
+        parts += f", {rows:,} of {sum(config.engram_num_embeddings):,} Engram rows"
+    return (
+        f"rank {shard.rank} of {shard.size}: {estimate.total / GB:.2f} GB "
+        f"({_split(estimate)}); {parts}"
+    )
 
 
 def cache_bytes(layout: CacheLayout, num_blocks: int, num_slots: int) -> int:
@@ -96,7 +123,7 @@ def _copied_bytes(specs: dict[str, TensorSpec], *, for_kernels: bool) -> int:
     """Bytes of copies of all weights that get one: bfloat16 of dense ones, or float32 of all."""
     total = 0
     for name, spec in specs.items():
-        if f"{name.removesuffix('.weight')}.scale" not in specs or ".engram.embed." in name:
+        if f"{name.removesuffix('.weight')}.scale" not in specs or ENGRAM_TABLE in name:
             continue
         if spec.dtype == "F8_E4M3":
             total += spec.num_elements * (2 if for_kernels else 4)
@@ -111,17 +138,18 @@ def _projection_terms_bytes(c: ModelConfig) -> int:
 
 
 def workspace_bytes(
-    config: ModelConfig, numerics: Numerics, limits: StepLimits, *, for_kernels: bool
-) -> int:
-    """Return an upper bound of what a step holds beside weights and cache."""
+    config: ModelConfig, numerics: Numerics, limits: StepLimits, *, for_kernels: bool,
+    num_ranks: int = 1,
+) -> int:  # fmt: skip
+    """Return an upper bound of what a step holds beside weights and cache, on each of the ranks."""
     # A reference holds a float32 copy of its input and its output beside both.
     element = numerics.dtype.itemsize + (0 if for_kernels else 8)
     streams = 2 * limits.rows * config.hc_mult * config.hidden_size * element
     phases = (
         _attention(config, limits, element, for_kernels=for_kernels),
         _selection(config, limits, element, for_kernels=for_kernels),
-        _experts(config, limits, element, for_kernels=for_kernels),
-        _engram(config, limits, element, for_kernels=for_kernels),
+        _experts(config, limits, element, for_kernels=for_kernels, num_ranks=num_ranks),
+        _engram(config, limits, element, for_kernels=for_kernels, num_ranks=num_ranks),
         _head(config, limits, for_kernels=for_kernels),
     )
     return int(MARGIN * (streams + _row_numbers(config, limits) + max(phases)))
@@ -161,20 +189,28 @@ def _selection(c: ModelConfig, limits: StepLimits, element: int, *, for_kernels:
     return queries + scored * (24 * per_column + 48)
 
 
-def _experts(c: ModelConfig, limits: StepLimits, element: int, *, for_kernels: bool) -> int:
-    routed = limits.rows * c.num_experts_per_tok
+def _experts(
+    c: ModelConfig, limits: StepLimits, element: int, *, for_kernels: bool, num_ranks: int
+) -> int:
+    routed = num_ranks * limits.rows * c.num_experts_per_tok
     inner, hidden = c.moe_intermediate_size, c.hidden_size
     held = (routed + limits.rows) * (2 * hidden + 3 * inner) * element
     held += limits.rows * (2 * hidden * element + 8 * c.n_routed_experts)
+    if num_ranks > 1:  # rows on the way there, packed and unpacked, and results on the way back
+        held += 2 * (num_ranks * limits.rows + routed) * hidden * element
     return held if for_kernels else held + 2 * 12 * 2 * inner * hidden
 
 
-def _engram(c: ModelConfig, limits: StepLimits, element: int, *, for_kernels: bool) -> int:
+def _engram(
+    c: ModelConfig, limits: StepLimits, element: int, *, for_kernels: bool, num_ranks: int
+) -> int:
     if not c.engram_layer_ids:
         return 0
     columns = (c.engram_max_ngram_size - 1) * c.engram_n_heads * c.engram_head_dim
     out = (c.hc_mult + 1) * c.hidden_size
     looked_up = limits.rows * (columns * (16 + 2 * element) + out * element)
+    if num_ranks > 1:  # codes, scales and row numbers of everybody, asked and answered
+        looked_up += 4 * num_ranks * limits.rows * columns * 2
     if for_kernels:
         return looked_up
     return looked_up + 12 * columns * out + 20 * limits.rows * c.hc_mult * c.hidden_size
@@ -194,18 +230,21 @@ def require_fits(estimate: MemoryEstimate, free: int, total: int, where: str) ->
     """
     if estimate.total <= free:
         return
-    parts = {
-        "weights": estimate.weights, "their copies": estimate.copies, "cache": estimate.cache,
-        "a step's workspace": estimate.workspace,
-    }  # fmt: skip
-    split = ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items())
     without_cache = estimate.total - estimate.cache
     advice = "lower kv_cache_memory_gb, max_num_seqs or num_blocks"
     if without_cache > free:
         advice = "lower max_num_batched_tokens, or take a model of fewer layers or experts"
     there = f"{free / GB:.1f} of {total / GB:.1f} GB are free on {where}"
     raise ConfigError("device memory", f"{estimate.total / GB:.1f} GB",
-                      f"needed ({split}), but {there}; {advice}")  # fmt: skip
+                      f"needed ({_split(estimate)}), but {there}; {advice}")  # fmt: skip
+
+
+def _split(estimate: MemoryEstimate) -> str:
+    parts = {
+        "weights": estimate.weights, "their copies": estimate.copies, "cache": estimate.cache,
+        "a step's workspace": estimate.workspace,
+    }  # fmt: skip
+    return ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items())
 
 
 def require_fits_on(estimate: MemoryEstimate, device: torch.device | str) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mdi_exec.checkpoint import Checkpoint, open_checkpoint
 from mdi_exec.device_weights import RandomSource, random_token_map
+from mdi_exec.fingerprint import checkpoint_fingerprint
 from mdi_exec.make_checkpoint import engram_table_rows
 from mdi_exec.model.config import ModelConfig
 from mdi_exec.presets import preset_config, released_config
@@ -36,6 +37,13 @@ class ModelSource:
     tensors: Checkpoint | RandomSource
     tokenizer: Tokenizer | None
     token_map: Tensor | None
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells this model's weights from others': a hash, or what they are drawn from."""
+        if isinstance(self.tensors, Checkpoint):
+            return checkpoint_fingerprint(self.tensors.directory)
+        return f"random:{self.name}"
 
     @property
     def weight_bytes(self) -> int:

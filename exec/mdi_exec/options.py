@@ -11,9 +11,11 @@ import torch
 
 from mdi_exec.batch import BLOCK_TOKENS
 from mdi_exec.cache import CacheLayout
+from mdi_exec.exchange import require_kind
 from mdi_exec.numerics import Numerics
 from mdi_shared.config import MOST_BLOCKS, SchedulerConfig
 from mdi_shared.errors import ConfigError
+from mdi_shared.placement import placement_by_name
 
 GB = 1e9
 DEFAULT_MAX_MODEL_LEN = 4_096
@@ -36,6 +38,13 @@ class EngineOptions:
     captured graphs, one per batch size, captured when first needed; it changes no result, and
     nothing on a CPU or with float32 numerics. `seed` makes the seeds of requests that bring none.
     `cost_model` names the calibrated step-time model (JSON) that chunk_policy = 'cost_target' asks.
+
+    `data_parallel_size` ranks serve requests side by side, each with its own cache, and share the
+    routed experts; `expert_parallel_size` is the same number in this version. They are processes
+    that the LLM starts, unless torchrun has. `exchange` is how rows reach other ranks' experts:
+    "all_gather" or "all_to_all". `placement` says which rank serves a request.
+    `group_port` is where they meet (0: any free one); a rank that is not heard of for
+    `group_timeout_s` seconds ends the group.
     """
 
     device: str = "cpu"
@@ -50,6 +59,12 @@ class EngineOptions:
     seed: int = 0
     record: str | None = None
     cost_model: str | None = None
+    data_parallel_size: int = 1
+    expert_parallel_size: int | None = None
+    exchange: str = "all_gather"
+    placement: str = "round_robin"
+    group_port: int = 0
+    group_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -75,6 +90,27 @@ class EngineOptions:
                               "needs a GPU; on a CPU give kv_cache_memory_gb")  # fmt: skip
         if self.replay_keep_tokens < 0:
             raise ConfigError("replay_keep_tokens", self.replay_keep_tokens, "must be at least 0")
+        self._check_group()
+
+    def _check_group(self) -> None:
+        if self.data_parallel_size < 1:
+            raise ConfigError("data_parallel_size", self.data_parallel_size, "must be at least 1")
+        require_kind(self.exchange)
+        placement_by_name(self.placement)
+        if not 0 <= self.group_port < 1 << 16:
+            raise ConfigError("group_port", self.group_port, "must be from 0 to 65535")
+        if not self.group_timeout_s > 0:
+            raise ConfigError("group_timeout_s", self.group_timeout_s, "must be above 0 s")
+
+    def require_group(self, size: int) -> None:
+        """Raise `ConfigError` unless these options fit a group of `size` ranks."""
+        if self.data_parallel_size not in (1, size):
+            raise ConfigError("data_parallel_size", self.data_parallel_size,
+                              f"torchrun has started {size} ranks")  # fmt: skip
+        if self.expert_parallel_size not in (None, size):
+            raise ConfigError("expert_parallel_size", self.expert_parallel_size,
+                              f"must equal the number of ranks, data_parallel_size = {size}, in "
+                              "this version")  # fmt: skip
 
     @property
     def uses_kernels(self) -> bool:
@@ -89,6 +125,25 @@ class EngineOptions:
         if self.uses_kernels:
             return DEFAULT_COPIES_GB * GB
         return DEFAULT_EXPANDED_WEIGHTS_GB * GB if self.device == "cpu" else 0.0
+
+    def require_weights_fit(self, weight_bytes: int) -> None:
+        """Raise `ConfigError` for weights larger than `weight_cache_memory_gb`."""
+        limit = self.weight_cache_memory_gb
+        if limit is not None and weight_bytes > limit * GB:
+            raise ConfigError("weight_cache_memory_gb", limit,
+                              f"the model's weights take {weight_bytes / GB:.3f} GB")  # fmt: skip
+
+    def kv_bytes(self, workspace: int) -> float:
+        """Return the bytes for the cache.
+
+        A share of GPU memory counts what is free once the weights are in; a step's `workspace`
+        bytes stay free then.
+        """
+        if self.gpu_memory_utilization is None:
+            given = self.kv_cache_memory_gb
+            return (given if given is not None else DEFAULT_KV_CACHE_GB) * GB
+        free, total = torch.cuda.mem_get_info(self.device)
+        return free - (1.0 - self.gpu_memory_utilization) * total - workspace
 
 
 def _check_numbers(options: EngineOptions) -> None:

@@ -3,10 +3,12 @@
 Read next: `engine.py` (who keeps these), `sampling.py` (how tokens are chosen).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mdi_exec.sampling import SamplingParams
 from mdi_exec.tokenizer import Tokenizer
+from mdi_shared.errors import ConfigError
 
 Logprobs = dict[int, float]
 
@@ -29,6 +31,25 @@ class RequestState:
     finish_reason: str | None = None
 
 
+def check_prompt(prompt_token_ids: list[int], params: SamplingParams, vocab_size: int) -> None:
+    """Raise `ConfigError` for an empty prompt or for a token id outside the vocabulary."""
+    if not prompt_token_ids:
+        raise ConfigError("prompt_token_ids", prompt_token_ids, "must hold at least one token")
+    if not _are_token_ids(prompt_token_ids, vocab_size):
+        index = next(i for i, token in enumerate(prompt_token_ids)
+                     if not _are_token_ids([token], vocab_size))  # fmt: skip
+        raise ConfigError(f"prompt_token_ids[{index}]", prompt_token_ids[index],
+                          f"must be an int from 0 to {vocab_size - 1}")  # fmt: skip
+    params.require_vocabulary(vocab_size)
+
+
+def _are_token_ids(ids: Sequence[object], vocab_size: int) -> bool:
+    """Check a whole prompt at once: the device may be waiting for its next step meanwhile."""
+    if set(map(type, ids)) != {int}:
+        return False
+    return min(ids) >= 0 and max(ids) < vocab_size  # type: ignore[type-var, operator]
+
+
 class RequestOutput:
     """What a user sees of a request after a step.
 
@@ -46,6 +67,11 @@ class RequestOutput:
         self._end = len(state.tokens)
         self.new_token_ids = new_token_ids
         self.finish_reason = state.finish_reason
+
+    @property
+    def state(self) -> RequestState:
+        """The request itself, which goes on while this view stays."""
+        return self._state
 
     @property
     def req_id(self) -> str:

@@ -23,9 +23,10 @@ from torch import Tensor
 from mdi_exec.batch import Batch
 from mdi_exec.cache import DeviceCache
 from mdi_exec.device_clock import DeviceClock, Mark, clock_of
-from mdi_exec.errors import NumericsError
+from mdi_exec.errors import EngineStoppedError, NumericsError
 from mdi_exec.graphs import DecodeGraphs
 from mdi_exec.model.transformer import Transformer
+from mdi_exec.parallel import RankGroup
 from mdi_exec.request_state import Logprobs, RequestState
 from mdi_exec.sampler import Draw, Sampler
 from mdi_exec.staging import Staging
@@ -95,6 +96,9 @@ class ModelRunner:
     the model can be captured. `on_logits`, for tests and tools, is called with a step's sampled
     requests and their float32 logits [m, vocab_size], which the next step may overwrite: on a GPU
     when the step is launched, before the device has computed them.
+
+    In a `group` of several ranks a step without requests runs a placeholder row, because the other
+    ranks meet this one in every layer; the model's exchange is told each step's rows of all ranks.
     """
 
     def __init__(
@@ -107,10 +111,12 @@ class ModelRunner:
         graph_limits: tuple[int, int] | None = None,
         measures_experts: bool = False,
         on_logits: Callable[[Sequence[RequestState], Tensor], None] | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         self.model = model
         self.replay_keep_tokens = replay_keep_tokens
         self.on_logits = on_logits
+        self._group = group if group is not None else RankGroup()
         self._program = StepProgram(model, cache, sampler, max_rows=cache.num_slots,
                                     measures_experts=measures_experts)  # fmt: skip
         self.graphs: DecodeGraphs | None = None
@@ -124,6 +130,7 @@ class ModelRunner:
             self._clock: DeviceClock = clock_of(model.device)
         self._row_of: dict[int, int] = {}  # sequence id -> its row among the newest samples
         self._last_end_ns = 0
+        self._has_failed = False
 
     def warm_up(self, max_rows: int) -> None:
         """Do now what the first steps of each size would do: compile kernels, capture graphs.
@@ -152,22 +159,34 @@ class ModelRunner:
 
         Returns what the step will have sampled, and the monotonic time it was handed over.
         """
-        if not plan.seq_ids:
+        if not plan.seq_ids and self._group.size == 1:
             return self._nothing()
-        shape = None
-        if self.graphs is not None and not plan.is_prefill and max(plan.qs) == 1:
-            shape = self.graphs.shape(len(plan.seq_ids))
-        inputs = gather_inputs(plan, requests, self._row_of, shape=shape,
-                               replay_keep_tokens=self.replay_keep_tokens)  # fmt: skip
+        inputs = self._inputs(plan, requests)
         sampled = [s for i, s in enumerate(plan.seq_ids) if not (
             plan.is_partial and i == len(plan.seq_ids) - 1)]  # fmt: skip
         self._row_of = {seq_id: row for row, seq_id in enumerate(sampled)}
+        self._announce(inputs)
         handed_ns = time.monotonic_ns()
         if self._worker is not None:
             return self._worker.submit(self._run, inputs, handed_ns), handed_ns
         with self._on_device():
             flight = self._start(inputs, handed_ns)
         return _Waiting(lambda: self._collect(flight)), handed_ns
+
+    def _announce(self, inputs: StepInputs) -> None:
+        """Tell the exchange every rank's rows; on the host, so that no device is waited for."""
+        gathered = self._group.gather((inputs.num_rows, inputs.num_kept_rows))
+        if self._group.size > 1:
+            self.model.exchange.begin_step([(rows, kept) for rows, kept in gathered])
+
+    def _inputs(self, plan: StepPlan, requests: Sequence[RequestState]) -> StepInputs:
+        shape = None
+        if self.graphs is not None and not plan.is_prefill and max(plan.qs, default=1) == 1:
+            shape = self.graphs.shape(max(len(plan.seq_ids), 1))
+        if not plan.seq_ids:
+            return placeholder_prompt(1) if shape is None else shape.placeholders()
+        return gather_inputs(plan, requests, self._row_of, shape=shape,
+                             replay_keep_tokens=self.replay_keep_tokens)  # fmt: skip
 
     def _nothing(self) -> "tuple[Pending, int]":
         """A step without rows: it is over at once, but not before its predecessors."""
@@ -184,7 +203,17 @@ class ModelRunner:
         return torch.cuda.device(self.model.device) if self._is_cuda else nullcontext()
 
     def _run(self, inputs: StepInputs, handed_ns: int) -> StepTokens:
-        return self._collect(self._start(inputs, handed_ns))
+        """Run a step on the worker; behind one that failed none runs any more.
+
+        In a group it would meet the other ranks in the middle of the failed step.
+        """
+        if self._has_failed:
+            raise EngineStoppedError("a step before this one has failed")
+        try:
+            return self._collect(self._start(inputs, handed_ns))
+        except BaseException:
+            self._has_failed = True
+            raise
 
     @torch.inference_mode()
     def _start(self, inputs: StepInputs, handed_ns: int) -> _Flight:
@@ -208,7 +237,7 @@ class ModelRunner:
         return _Flight(inputs, batch, packed, tops, marks, handed_ns)
 
     def _show_logits(self, inputs: StepInputs, forwarded: Forwarded) -> None:
-        if self.on_logits is not None:
+        if self.on_logits is not None and inputs.requests:
             self.on_logits(inputs.requests, forwarded.logits[: len(inputs.requests)])
 
     def _to_host(self, results: Results) -> tuple[Tensor, tuple[Tensor, Tensor]]:

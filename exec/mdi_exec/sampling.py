@@ -6,7 +6,7 @@ see `sampler.py` for the order of operations, `ops/gumbel.py` for the random num
 
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -125,3 +125,20 @@ def _check_types(params: SamplingParams) -> None:
              "must be true or false")  # fmt: skip
     _require(params.seq_seed is None or _is_int(params.seq_seed), "seq_seed", params.seq_seed,
              "must be an integer, or None for a random one")  # fmt: skip
+
+
+def params_for_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """Return the parameters of each of `count` prompts: the same for all, or one given for each.
+
+    Raises `ConfigError` for as many as there are not prompts.
+    """
+    if params is None:
+        return [SamplingParams() for _ in range(count)]
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise ConfigError("sampling_params", len(params),
+                          f"there must be one for each of the {count} prompts")  # fmt: skip
+    return list(params)

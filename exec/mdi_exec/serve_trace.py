@@ -17,6 +17,8 @@ import numpy as np
 
 from mdi_exec.engine import LLMEngine
 from mdi_exec.sampling import SamplingParams
+from mdi_exec.workers import GroupEngine
+from mdi_shared.placement import Placement, RoundRobin, place_rows
 from mdi_traces.columns import codes, ints
 from mdi_traces.requests import RequestTrace
 
@@ -27,9 +29,14 @@ class TraceClient:
     """Sends a trace's requests when they fall due; a turn with a think time follows its session.
 
     `seed` draws the prompts' tokens, from ids that are not special. Deterministic but for time.
+    In a group, requests go to the ranks their trace names, others where `placement` says, a
+    session as a whole. Under torchrun every rank has a client, which sends what is placed there.
     """
 
-    def __init__(self, engine: LLMEngine, trace: RequestTrace, *, seed: int = 0) -> None:
+    def __init__(
+        self, engine: LLMEngine | GroupEngine, trace: RequestTrace, *, seed: int = 0,
+        placement: Placement | None = None,
+    ) -> None:  # fmt: skip
         table = trace.table
         self.engine = engine
         self.seed = seed
@@ -45,9 +52,12 @@ class TraceClient:
         last_of: dict[int, int] = {}
         self._due: list[tuple[int, int]] = []
         sessions = codes(table["session_id"])[0].tolist()
+        self._ranks = self._place(trace, sessions, placement or RoundRobin())
         for row, (arrival, session) in enumerate(
             zip(ints(table["arrival_ns"]).tolist(), sessions, strict=True)
         ):
+            if not engine.takes(self._ranks[row]):
+                continue
             before = last_of.get(session) if session >= 0 and self._thinks[row] >= 0 else None
             if before is None:
                 self._due.append((arrival, row))
@@ -57,6 +67,19 @@ class TraceClient:
                 last_of[session] = row
         heapq.heapify(self._due)
 
+    def _place(self, trace: RequestTrace, sessions: list[int], placement: Placement) -> list[int]:
+        num_ranks = self.engine.num_ranks
+        if num_ranks == 1:
+            return [0] * len(trace)
+        return place_rows(
+            placement,
+            num_ranks,
+            req_ids=self._req_ids,
+            lengths=list(zip(self._prompt_lens, ints(trace.table["max_tokens"]), strict=True)),
+            named=ints(trace.table["rank"], null=-1).tolist(),
+            sessions=sessions,
+        )
+
     def run(
         self, on_progress: Callable[[int], None] | None = None, *, seconds: float | None = None
     ) -> None:
@@ -65,6 +88,7 @@ class TraceClient:
         After `seconds`, if given, nothing more is sent and what still runs is aborted.
         """
         engine = self.engine
+        engine.expect_requests()
         begin_ns = engine.now_ns()
         stop_ns = math.inf if seconds is None else begin_ns + seconds * 1e9
         while self._due or engine.has_unfinished_requests():
@@ -72,6 +96,7 @@ class TraceClient:
                 self._stop()
                 stop_ns = math.inf
             self._send_due(begin_ns)
+            engine.more_to_come = bool(self._due)
             if not engine.has_unfinished_requests():
                 if self._due:
                     wait_s = (self._due[0][0] - (engine.now_ns() - begin_ns)) / 1e9
@@ -100,8 +125,9 @@ class TraceClient:
                 max_tokens=self._output_lens[row], ignore_eos=True, seq_seed=row, temperature=1.0
             )
             name = self.engine.add_request(
-                self._prompts[row].tolist(), params, self._req_ids[row], arrival_ns=begin_ns + due
-            )
+                self._prompts[row].tolist(), params, self._req_ids[row], rank=self._ranks[row],
+                arrival_ns=begin_ns + due,
+            )  # fmt: skip
             self._live.add(name)
 
     def _follow(self, row: int, now_ns: int) -> None:

@@ -38,6 +38,15 @@ class StepInputs:
     needs: SamplingNeeds
     graph_size: int = 0
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.host.arrays["token_ids"])
+
+    @property
+    def num_kept_rows(self) -> int:
+        """Rows behind bounded replay's cut; all of them where there is none."""
+        return len(self.host.arrays["cut.rows"]) if self.host.is_cut else self.num_rows
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
@@ -56,7 +65,11 @@ class DecodeShape:
 
 
 def placeholder_prompt(rows: int) -> StepInputs:
-    """Return a prefill step of one made-up prompt, which lives in the reserved slot and block."""
+    """Return a prefill step of one made-up prompt, which lives in the reserved slot and block.
+
+    With one row it is also what an idle rank runs in either kind of step: q = k = 1
+    (engine-semantics §10).
+    """
     item = BatchItem(rows, rows, 0, (0,) * -(-rows // BLOCK_TOKENS), 1)
     host = HostBatch.lay_out([item], [0] * rows)
     return _inputs(host, [GIVEN] * rows, [], [Draw(_NOTHING_ASKED, 0, 0)], 0)

@@ -93,7 +93,8 @@ class StepProgram:
         if not counts:
             return torch.full((1,), float("nan"), device=self.model.device)
         rows = torch.stack(counts).to(torch.float32)
-        return (rows.amax(dim=1) / rows.mean(dim=1)).mean().view(1)
+        # A rank of a group may hold no expert that a layer's rows want: that layer says nothing.
+        return (rows.amax(dim=1) / rows.mean(dim=1)).nanmean().view(1)
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Importing this module is cheap; torch is imported when a model is opened.
 Read next: `generate.py`, `record.py`, `mdi_exec/options.py`.
 """
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -27,7 +28,19 @@ SetOptions = Annotated[
         help="Option of the engine or the scheduler, like max_num_seqs=64; repeatable.",
     ),
 ]
+RanksOption = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        help="Data-parallel ranks, each a process; under torchrun leave it out.",
+    ),
+]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
+
+
+def is_first_rank() -> bool:
+    """Say whether this process speaks for its group: under torchrun the others keep silent."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def require_executor() -> None:

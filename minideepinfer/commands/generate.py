@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mdi_shared.errors import ConfigError
-from minideepinfer.commands.executor import DeviceOption, ModelPath, SetOptions, open_model
+from minideepinfer.commands.executor import (
+    DeviceOption,
+    ModelPath,
+    RanksOption,
+    SetOptions,
+    is_first_rank,
+    open_model,
+)
 from minideepinfer.commands.screen import show_json, show_table, tell
 
 if TYPE_CHECKING:
@@ -31,6 +38,7 @@ def generate(
     top_k: Annotated[int, typer.Option(metavar="K", help="-1 is off.")] = -1,
     seed: Annotated[int, typer.Option(metavar="N", help="Equal seeds, equal tokens.")] = 0,
     ignore_eos: Annotated[bool, typer.Option(help="Go on past end of sequence.")] = False,
+    ranks: RanksOption = 1,
     device: DeviceOption = "cpu",
     set_options: SetOptions = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
@@ -52,9 +60,12 @@ def generate(
         )
         for index in range(len(given))
     ]
-    with open_model(model, device, set_options) as llm:
-        tell(f"loaded {model} on {device}")
+    with open_model(model, device, set_options, data_parallel_size=ranks) as llm:
+        if is_first_rank():
+            tell(f"loaded {model} on {device}")
         outputs = llm.generate(given, params)
+    if not is_first_rank():
+        return
     if as_json:
         show_json({"outputs": [_document(output) for output in outputs]})
         return

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mdi_shared.errors import ConfigError
-from minideepinfer.commands.executor import DeviceOption, ModelPath, SetOptions, open_model
+from mdi_shared.placement import placement_by_name
+from minideepinfer.commands.executor import (
+    DeviceOption,
+    ModelPath,
+    RanksOption,
+    SetOptions,
+    is_first_rank,
+    open_model,
+)
 from minideepinfer.commands.files import read_requests, require_output
 from minideepinfer.commands.screen import progress, show_json, show_table, tell
 
@@ -49,6 +57,7 @@ def record(
     seed: SeedOption = 0,
     max_prompt: MostPrompt = None,
     max_output: MostOutput = None,
+    ranks: RanksOption = 1,
     device: DeviceOption = "cpu",
     set_options: SetOptions = None,
     as_json: JsonOption = False,
@@ -58,7 +67,7 @@ def record(
 
     work = generate_workload(workload, num_requests=requests, seed=seed, rate=rate)
     work = _cut(work, max_prompt, max_output)
-    _serve(model, work, out, device, set_options, seed=seed, as_json=as_json)
+    _serve(model, work, out, device, set_options, ranks=ranks, seed=seed, as_json=as_json)
 
 
 def replay(
@@ -73,6 +82,7 @@ def replay(
     seed: SeedOption = 0,
     max_prompt: MostPrompt = None,
     max_output: MostOutput = None,
+    ranks: RanksOption = 1,
     device: DeviceOption = "cpu",
     set_options: SetOptions = None,
     as_json: JsonOption = False,
@@ -81,7 +91,7 @@ def replay(
     work = _cut(read_requests(trace, limit=limit), max_prompt, max_output)
     if speed != 1.0:
         work = work.scaled(speed)
-    _serve(model, work, out, device, set_options, seed=seed, as_json=as_json)
+    _serve(model, work, out, device, set_options, ranks=ranks, seed=seed, as_json=as_json)
 
 
 def _cut(work: "RequestTrace", max_prompt: int | None, max_output: int | None) -> "RequestTrace":
@@ -101,18 +111,23 @@ def _serve(
     device: str,
     pairs: list[str] | None,
     *,
+    ranks: int,
     seed: int,
     as_json: bool,
 ) -> None:
     require_output("out", out.with_name(f"{out.name}.steps.parquet"))
-    with open_model(model, device, pairs, record=str(out)) as llm:
+    with open_model(model, device, pairs, record=str(out), data_parallel_size=ranks) as llm:
         from mdi_exec.serve_trace import TraceClient
 
-        tell(f"loaded {model} on {device}; serving {len(work):,} requests")
-        client = TraceClient(llm.engine, work, seed=seed)
+        if is_first_rank():
+            tell(f"loaded {model} on {device}; serving {len(work):,} requests")
+        placement = placement_by_name(llm.options.placement)
+        client = TraceClient(llm.engine, work, seed=seed, placement=placement)
         with progress(len(work)) as on_progress:
-            client.run(on_progress)
+            client.run(on_progress if is_first_rank() else None)
         llm.save_recording()
+    if not is_first_rank():
+        return
     tell(f"saved run {out}")
     from mdi_traces.run import load_run
     from minideepinfer.run_summary import summarize

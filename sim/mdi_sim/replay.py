@@ -1,7 +1,7 @@
 """Replays a recorded run in the simulator with the times it really had: do the plans agree?
 
-The driver is the simulator's, but polls, launches and results happen when the record says they
-did. Whatever differs then is a decision, not a duration. One rank.
+The drivers are the simulator's, one per rank, but polls, launches and results happen when the
+record says they did. Whatever differs then is a decision, not a duration.
 
 Read next: `driver.py` (the driver with modelled times), `mdi_traces/check.py`.
 """
@@ -45,43 +45,47 @@ _NEVER = 1 << 62
 
 
 def replay_recorded(recorded: Run, shape: ModelShape | None = None) -> Run:
-    """Run the requests of a one-rank record through the scheduler again, at the recorded times.
+    """Run the requests of a record through the scheduler again, rank by rank, at recorded times.
 
     The scheduler's options, and the model's shape unless `shape` is given, are those in the
     record's metadata. The result has its own plans and the record's times. Raises `ConfigError`
-    when the record has several ranks or its metadata lacks the options.
+    when its metadata lacks the options, or a rank has left no steps.
     """
     shape = recorded_shape(recorded) if shape is None else shape
     options = recorded.metadata.config.get("scheduler")
     if not isinstance(options, dict):
         raise ConfigError("scheduler", options, "the record's metadata does not hold its options")
-    if int(ints(recorded.steps_table["rank"]).max()) > 0:
-        raise ConfigError("rank", "several", "only runs of one rank can be replayed so far")
     config = SchedulerConfig.from_mapping(options)
+    ranks = _number_of_ranks(recorded)
     trace = recorded_requests(recorded)
-    workload = Workload(trace, 1, RoundRobin())
+    workload = Workload(trace, ranks, RoundRobin())
     env = simpy.Environment()
-    recorder = RankRecorder(0)
-    scheduler = Scheduler(config, _recorded_policy(recorded, config, shape))
-    driver = _RecordedDriver(
-        0,
-        group=Group(env, 1),
-        scheduler=scheduler,
-        source=Source(workload.arrivals[0]),
-        outcomes=Outcomes(config=config, seed=0, accept_rate=0.0),
-        recorder=recorder,
-        request_of=_stopping_as_recorded(workload, recorded),
-        shape=shape,
-        cost=ConstantCost(prefill_ns=1, decode_ns=1),
-    )
-    driver.follow(recorded)
-    env.process(driver.run())
+    group = Group(env, ranks)
+    drivers = [
+        _RecordedDriver(
+            rank,
+            group=group,
+            scheduler=Scheduler(config, _recorded_policy(recorded, config, shape)),
+            source=Source(workload.arrivals[rank]),
+            outcomes=Outcomes(config=config, seed=0, accept_rate=0.0),
+            recorder=RankRecorder(rank),
+            request_of=_stopping_as_recorded(workload, recorded),
+            shape=shape,
+            cost=ConstantCost(prefill_ns=1, decode_ns=1),
+        )
+        for rank in range(ranks)
+    ]
+    for driver in drivers:
+        driver.follow(recorded)
+        env.process(driver.run())
     env.run()
-    queues = scheduler.queues
-    recorder.closed(scheduler.unfinished(), (queues.blocks.num_free, queues.slots.num_free))
+    for driver in drivers:
+        queues = driver.scheduler.queues
+        left = (queues.blocks.num_free, queues.slots.num_free)
+        driver.recorder.closed(driver.scheduler.unfinished(), left)
     return build_run(
-        [recorder], trace, recorded.metadata, config, run_id="replayed", arrived_ns={},
-        unfinished_reason="the record ends here",
+        [driver.recorder for driver in drivers], trace, recorded.metadata, config,
+        run_id="replayed", arrived_ns={}, unfinished_reason="the record ends here",
     )  # fmt: skip
 
 
@@ -100,6 +104,16 @@ def _recorded_policy(recorded: Run, config: SchedulerConfig, shape: ModelShape) 
         raise ConfigError("chunk_cost", described, "the record's metadata must hold the step times "
                           "that its chunks were chosen by")  # fmt: skip
     return make_policy(config, shape, known)
+
+
+def _number_of_ranks(recorded: Run) -> int:
+    """Count the ranks that left steps; they must be all there were."""
+    found = np.unique(ints(recorded.steps_table["rank"]))
+    stated = recorded.metadata.config.get("ranks", len(found))
+    if found.tolist() != list(range(int(stated))):
+        raise ConfigError("rank", found.tolist(), f"the record is of {stated} ranks, and only runs "
+                          "with the steps of every rank can be replayed")  # fmt: skip
+    return len(found)
 
 
 def recorded_shape(recorded: Run) -> ModelShape:
@@ -137,12 +151,18 @@ def _stopping_as_recorded(
     return request
 
 
+def _is_of_rank(table: pa.Table, rank: int) -> pa.Array:
+    return pa.array(ints(table["rank"], null=-1) == rank)
+
+
 class _RecordedDriver(RankDriver):
     """The simulator's driver on recorded times; see `follow`."""
 
     def follow(self, recorded: Run) -> None:
-        """Take the times of `recorded`, whose steps are numbered from 1."""
-        steps, requests = recorded.steps_table, recorded.requests_table
+        """Take this rank's times of `recorded`, whose steps are numbered from 1."""
+        steps = recorded.steps_table.filter(_is_of_rank(recorded.steps_table, self.rank))
+        requests = recorded.requests_table
+        requests = requests.filter(_is_of_rank(requests, self.rank))
         names = ("t_sched", "t_launch", "t_dev_start", "t_dev_end", "t_done")
         self._times: dict[str, list[int]] = {name: ints(steps[name]).tolist() for name in names}
         reasons, labels = codes(requests["finish_reason"])

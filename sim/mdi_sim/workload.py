@@ -2,8 +2,7 @@
 
 from typing import NamedTuple
 
-from mdi_shared.errors import ConfigError
-from mdi_shared.placement import Placement
+from mdi_shared.placement import Placement, place_rows
 from mdi_shared.request import Request
 from mdi_sim.source import Arrivals
 from mdi_traces.columns import codes, ints
@@ -28,7 +27,14 @@ class Workload:
         self._times = ints(table["arrival_ns"]).tolist()
         self._think = ints(table["think_ns"], null=-1).tolist()
         self._sessions = codes(table["session_id"])[0].tolist()
-        self._ranks = self._place(ints(table["rank"], null=-1).tolist(), num_ranks, placement)
+        self._ranks = place_rows(
+            placement,
+            num_ranks,
+            req_ids=self._req_ids,
+            lengths=list(zip(self._prompt_lens, self._max_tokens, strict=True)),
+            named=ints(table["rank"], null=-1).tolist(),
+            sessions=self._sessions,
+        )
         self.arrivals = self._arrivals(num_ranks)
 
     def request(self, row: int) -> tuple[Request, int | None]:
@@ -44,23 +50,6 @@ class Workload:
             cached_len=self._cached_lens[row],
         )
         return request, (output_len if output_len < max_tokens else None)
-
-    def _place(self, named: list[int], num_ranks: int, placement: Placement) -> list[int]:
-        ranks: list[int] = []
-        of_session: dict[int, int] = {}
-        for row, rank in enumerate(named):
-            if rank >= num_ranks:
-                raise ConfigError("rank", rank, f"request {self._req_ids[row]!r} is assigned to "
-                                  f"it, but the run has ranks 0 to {num_ranks - 1}")  # fmt: skip
-            session = self._sessions[row]
-            if rank < 0 and session >= 0 and session in of_session:
-                rank = of_session[session]
-            elif rank < 0:
-                rank = placement.place(self._prompt_lens[row], num_ranks)
-            if session >= 0:
-                of_session[session] = rank
-            ranks.append(rank)
-        return ranks
 
     def _arrivals(self, num_ranks: int) -> list[Arrivals]:
         """Return the arrivals of each rank; a turn waits for the one before on whatever rank."""

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mdi_exec.collectives import pack, unpack
+from mdi_exec.exchange import NO_EXCHANGE, ExpertExchange
 from mdi_exec.model.config import LayerPlan, ModelConfig, require
 from mdi_exec.model.linear import QLinear
 from mdi_exec.model.step_context import StepContext
@@ -114,7 +116,10 @@ class EngramIds:
 
 
 class Engram:
-    """One Engram layer: table, projection and gate. `table_device` may differ from the model's."""
+    """One Engram layer: table, projection and gate. `table_device` may differ from the model's.
+
+    In a group of ranks the table is this rank's part; the rest is asked of the others.
+    """
 
     def __init__(
         self, config: ModelConfig, plan: LayerPlan, weights: Weights, hashes: EngramHash,
@@ -123,9 +128,10 @@ class Engram:
         width, head_dim = config.hidden_size, config.engram_head_dim
         table = weights.sub("embed", table_device)
         self.table = Quantised(
-            table.tensor("weight", hashes.num_rows, head_dim),
-            table.tensor("scale", hashes.num_rows, head_dim // 32),
+            table.own_rows("weight", hashes.num_rows, head_dim),
+            table.own_rows("scale", hashes.num_rows, head_dim // 32),
         )
+        self.rows_per_rank = weights.shard.rows_per_rank(hashes.num_rows)
         self.multipliers = hashes.multipliers.to(weights.device)
         self.primes = hashes.primes.to(weights.device)
         self.offsets = hashes.offsets.to(weights.device)
@@ -138,14 +144,29 @@ class Engram:
         """Return the table rows [T, columns] of compressed ids [T, N]."""
         return engram_rows(ids, pad_id, self.multipliers, self.primes, self.offsets)
 
-    def look_up(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    def look_up(
+        self, rows: Tensor, dtype: torch.dtype, exchange: ExpertExchange = NO_EXCHANGE
+    ) -> Tensor:
         """Return one key per stream and the shared value, [T, (n+1)D], for rows [T, columns]."""
-        stored = self.table.rows(rows.to(self.table.codes.device))
-        found = dequantise(stored, dtype).flatten(1).to(rows.device)
+        if exchange.size == 1:
+            found = dequantise(self._read(rows), dtype).flatten(1).to(rows.device)
+        else:
+            answers = exchange.look_up(rows, self.rows_per_rank, self._read_bytes)
+            stored = Quantised(*unpack(answers, *self.table))
+            found = torch.unflatten(dequantise(stored, dtype), 0, rows.shape).flatten(1)
         return self.wkv(quantise_activation(found))
 
-    def __call__(self, streams: Tensor, ids: Tensor, pad_id: int) -> Tensor:
+    def _read(self, rows: Tensor) -> Quantised:
+        return self.table.rows(rows.to(self.table.codes.device))
+
+    def _read_bytes(self, rows: Tensor) -> Tensor:
+        """Return the codes and scales of own rows [n] as bytes, uint8 [n, B]."""
+        return pack(*self._read(rows)).to(rows.device)
+
+    def __call__(
+        self, streams: Tensor, ids: Tensor, pad_id: int, exchange: ExpertExchange = NO_EXCHANGE
+    ) -> Tensor:
         """Add to streams [T, n, D] what the n-grams of ids [T, N] look up."""
-        looked_up = self.look_up(self.table_rows(ids, pad_id), streams.dtype)
+        looked_up = self.look_up(self.table_rows(ids, pad_id), streams.dtype, exchange)
         is_open = ids[:, 0] != BLOCKED
         return engram_add(streams, looked_up, self.q_weight, self.k_weight, is_open)

@@ -1,7 +1,10 @@
 """Mixture of experts: routed FP4 experts and one shared FP8 expert (architecture spec, §7).
 
-Sums run in expert order, per token, so the result does not depend on who else is in the batch.
+Sums run in expert order, per token, so the result does not depend on who else is in the batch. In a
+group of ranks each holds some of the routed experts; `exchange.py` brings rows to them and back.
 """
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,10 +13,11 @@ from mdi_exec.model.config import LayerPlan, ModelConfig
 from mdi_exec.model.linear import Linear, QLinear
 from mdi_exec.model.step_context import StepContext
 from mdi_exec.model.weights import Weights
+from mdi_exec.ops.backend import runs_kernels
 from mdi_exec.ops.expert_gemm import expert_gemm, tile_rows
 from mdi_exec.ops.gemm import quantised_gemm
-from mdi_exec.ops.quantise import Quantised
-from mdi_exec.ops.routing import RowGroups, combine, group_rows, route
+from mdi_exec.ops.quantise import Quantised, quantise_activation_ref
+from mdi_exec.ops.routing import combine, group_own_rows, group_rows, route
 from mdi_exec.ops.swiglu import swiglu_quantise
 
 
@@ -45,32 +49,50 @@ class Moe:
         self.num_experts, k = config.n_routed_experts, config.num_experts_per_tok
         if plan.is_draft:
             self.num_experts, k = config.dspark_n_routed_experts, config.dspark_num_experts_per_tok
-        width, inner = config.hidden_size, config.moe_intermediate_size
+        self.num_ranks = weights.shard.size
+        self.num_own = len(weights.shard.experts(self.num_experts))
+        self.width, inner = config.hidden_size, config.moe_intermediate_size
         self.limit = config.swiglu_limit
         self.router = Router(config, weights, self.num_experts, k)
         experts, shared = weights.sub("experts"), weights.sub("shared_experts")
-        self.w13 = experts.fp4_experts(("w1", "w3"), self.num_experts, inner, width)
-        self.w2 = experts.fp4_experts(("w2",), self.num_experts, width, inner)
-        self.shared_w13 = shared.fp8_stack(("w1", "w3"), inner, width)
-        self.shared_w2 = QLinear(shared, "w2", width, inner)
+        self.w13 = experts.fp4_experts(("w1", "w3"), self.num_experts, inner, self.width)
+        self.w2 = experts.fp4_experts(("w2",), self.num_experts, self.width, inner)
+        self.shared_w13 = shared.fp8_stack(("w1", "w3"), inner, self.width)
+        self.shared_w2 = QLinear(shared, "w2", self.width, inner)
 
     def __call__(self, f_in: Tensor, x: Quantised | Tensor, ctx: StepContext) -> Tensor:
         """Return the sublayer's output [T, D] for its normed input f_in [T, D]; x is it rounded."""
         experts, weights = self.router(f_in, ctx.batch.is_image)
-        tile = tile_rows(experts.numel(), self.num_experts)
-        groups = group_rows(experts, self.num_experts, tile)
-        ctx.note_expert_counts(groups.counts)
-        routed = self._routed(x, groups, tile, weights)
+        run = partial(self._run_own, ctx)
+        routed, position = ctx.exchange.routed(x, experts, weights, self.num_own, run)
         gate, up = quantised_gemm(x, self.shared_w13).chunk(2, dim=1)
         hidden = swiglu_quantise(gate, up, self.limit)
-        return combine(routed, groups.position, self.shared_w2(hidden))
+        return combine(routed, position, self.shared_w2(hidden))
 
-    def _routed(
-        self, x: Quantised | Tensor, groups: RowGroups, tile: int, weights: Tensor
-    ) -> Tensor:
-        """Return the chosen experts' outputs [T * k, D], sorted by expert."""
+    def serve(self, ctx: StepContext, like: Tensor) -> None:
+        """Run own experts for other ranks' rows, in a layer where this rank has none itself.
+
+        `like` gives device and dtype of activations.
+        """
+        none = like.new_empty(0, self.width)
+        x = none if runs_kernels(none) else quantise_activation_ref(none)
+        experts = torch.empty(0, self.router.k, dtype=torch.int32, device=like.device)
+        weights = experts.to(torch.float32)
+        ctx.exchange.routed(x, experts, weights, self.num_own, partial(self._run_own, ctx))
+
+    def _run_own(
+        self, ctx: StepContext, x: Quantised | Tensor, experts: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Run own experts as `exchange.RunExperts` asks for: outputs [R * k, D], sorted by expert.
+
+        Rows for experts of other ranks come last, and what stands there means nothing.
+        """
+        group = group_rows if self.num_ranks == 1 else group_own_rows
+        tile = tile_rows(experts.numel() // self.num_ranks, self.num_own)
+        groups = group(experts, self.num_own, tile)
+        ctx.note_expert_counts(groups.counts)
         token = groups.order // weights.shape[1]
         rows = x.rows(token) if isinstance(x, Quantised) else x[token]
         gate, up = expert_gemm(rows, self.w13, groups, tile).chunk(2, dim=1)
         hidden = swiglu_quantise(gate, up, self.limit, weights.flatten()[groups.order])
-        return expert_gemm(hidden, self.w2, groups, tile)
+        return expert_gemm(hidden, self.w2, groups, tile), groups.position

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mdi_exec.batch import Batch
 from mdi_exec.cache import DeviceCache
+from mdi_exec.exchange import NO_EXCHANGE, ExpertExchange
 from mdi_exec.model.rope import RopeTables
 from mdi_exec.ops.index_scores import PagedRows
 from mdi_exec.ops.rope import Rotation
@@ -47,12 +48,13 @@ class StepContext:
 
     selected [T, topk]: pool rows of the entries the last index source chose, -1 = none.
     candidates [T, C]: blocks of entries the candidate source kept, or None. `expert_counts`, when
-    given, collects each layer's rows per expert. Nothing here makes the host wait for the device.
+    given, collects each layer's rows per own expert. `exchange` leads to other ranks' experts.
+    Nothing here makes the host wait for the device.
     """
 
     def __init__(
         self, batch: Batch, cache: DeviceCache, ropes: RopeTables,
-        expert_counts: list[Tensor] | None = None,
+        expert_counts: list[Tensor] | None = None, exchange: ExpertExchange = NO_EXCHANGE,
     ) -> None:  # fmt: skip
         self.batch = batch
         self.cache = cache
@@ -60,6 +62,7 @@ class StepContext:
         self.selected: Tensor | None = None
         self.candidates: Tensor | None = None
         self.expert_counts = expert_counts
+        self.exchange = exchange
         self._pages: dict[int, PagedRows] = {}  # by ratio
         self._rotations = {r: ropes.rotation(batch.positions, r) for r in (0, 1)}
         window = cache.layout.config.sliding_window

@@ -1,7 +1,8 @@
 """The complete text model: embedding, layers, head. One call runs one step's ragged batch.
 
 Reading order: `Layer.__call__` (one layer in a dozen lines), `Transformer.forward`, then a part's
-own file. The draft head, the image tower and parallelism are not here.
+own file. The draft head and the image tower are not here; what ranks of a group do together is in
+`exchange.py`.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from mdi_exec.batch import Batch
 from mdi_exec.cache import DeviceCache
+from mdi_exec.exchange import NO_EXCHANGE, ExpertExchange, StepRows
 from mdi_exec.model.attention import Attention
 from mdi_exec.model.config import LayerPlan, ModelConfig, require
 from mdi_exec.model.engram import Engram, EngramHash, EngramIds, engram_hashes
@@ -80,8 +82,9 @@ class Transformer:
     """Weights and forward pass of the text model.
 
     `token_map` [vocab_size] maps token ids to compressed ids (None only without Engram layers).
-    `engram_device` holds Engram's tables when they are not to lie on the model's device. Raises
-    `ConfigError` for tensors that contradict the config.
+    `engram_device` holds Engram's tables when they are not to lie on the model's device. In a group
+    of ranks `exchange` reaches what `weights.shard` leaves out. Raises `ConfigError` for tensors
+    that contradict the config.
     """
 
     def __init__(
@@ -92,7 +95,13 @@ class Transformer:
         token_map: Tensor | None,
         numerics: Numerics = Numerics.QUANTISED,
         engram_device: torch.device | str | None = None,
+        exchange: ExpertExchange = NO_EXCHANGE,
     ) -> None:
+        shard = weights.shard
+        assert (shard.rank, shard.size) == (exchange.rank, exchange.size), (
+            f"rank {shard.rank} of {shard.size} has the exchange of {exchange.rank}"
+        )
+        self.exchange = exchange
         self.config = config
         self.numerics = numerics
         self.device = weights.device
@@ -127,8 +136,11 @@ class Transformer:
         """Say whether `forward` can be recorded as a CUDA graph.
 
         Not without a GPU, not where references run (float32 numerics), and not with Engram's
-        tables elsewhere: both read from the device on the way.
+        tables elsewhere: both read from the device on the way. Not in a group of ranks, whose
+        exchanges depend on each other's rows.
         """
+        if self.exchange.size > 1:
+            return False
         tables = [engram.table.codes.device for engram in self.engrams.values()]
         is_here = all(device == self.embed.device for device in tables)
         return self.device.type == "cuda" and self.numerics is Numerics.QUANTISED and is_here
@@ -147,10 +159,12 @@ class Transformer:
         Writes the new tokens' state to `cache`. Consumer layers run on the rows that bounded
         replay keeps (all of them unless the batch says otherwise). `watch` sees the streams
         [T, n, D] behind each part, by name; it is for finding faults. `expert_counts` collects
-        each layer's rows per expert. The host never waits for the device.
+        each layer's rows per expert. The host never waits for the device, but in a group whose
+        `exchange` does. All ranks of a group call this together, in the same order.
         """
         assert cache.layout.numerics is self.numerics, "model and cache must round alike"
-        ctx = StepContext(batch, cache, self.ropes, expert_counts)
+        self.exchange.start(StepRows.of(batch))
+        ctx = StepContext(batch, cache, self.ropes, expert_counts, self.exchange)
         streams = self.embed_rows(batch)
         if watch is not None:
             watch("the embedding", streams.x)
@@ -159,19 +173,33 @@ class Transformer:
             if ids is not None and layer.plan.engram_index is not None:
                 streams = self.add_engram(layer.plan.index, streams, ids)
             layer.store_entries(streams, ctx)
-            if layer.plan.index == self.config.n_prefill_layer and batch.cut is not None:
-                batch, kept = batch.consumer_rows()
-                if batch.num_rows == 0:
-                    return torch.empty(0, self.config.vocab_size, device=self.device)
-                ctx = StepContext(batch, cache, self.ropes, expert_counts)
-                streams = streams.rows(kept)
+            if layer.plan.index == self.config.n_prefill_layer:
+                self.exchange.cut()
+                if batch.cut is not None:
+                    batch, kept = batch.consumer_rows()
+                    if batch.num_rows == 0:
+                        return self._serve(ctx, streams.x)
+                    ctx = StepContext(batch, cache, self.ropes, expert_counts, self.exchange)
+                    streams = streams.rows(kept)
             streams = layer(streams, ctx)
             if watch is not None:
                 watch(f"layer {layer.plan.index}", streams.x)
         return self.logits(streams.rows(batch.logit_rows))
 
+    def _serve(self, ctx: StepContext, like: Tensor) -> Tensor:
+        """Return no logits, once the other ranks' consumer rows have had this rank's experts."""
+        if self.exchange.most_rows:
+            for layer in self.layers[self.config.n_prefill_layer :]:
+                layer.moe.serve(ctx, like)
+        return torch.empty(0, self.config.vocab_size, device=self.device)
+
     def first_broken_part(self, batch: Batch, cache: DeviceCache) -> str:
-        """Run a step again and name the first part whose output is not finite."""
+        """Run a step again and name the first part whose output is not finite.
+
+        In a group of ranks the others have gone on, and no step can be run again.
+        """
+        if self.exchange.size > 1:
+            return "the step (in a group of ranks, parts are not told apart)"
         broken: list[str] = []
 
         def watch(part: str, x: Tensor) -> None:
@@ -192,7 +220,7 @@ class Transformer:
     def add_engram(self, layer: int, streams: Streams, ids: Tensor) -> Streams:
         """Return the streams with a layer's Engram added; ids [T, N] as `EngramIds` gives them."""
         assert self.engram_ids is not None, "Engram layers come with a token map"
-        added = self.engrams[layer](streams.x, ids, self.engram_ids.pad_id)
+        added = self.engrams[layer](streams.x, ids, self.engram_ids.pad_id, self.exchange)
         return streams._replace(x=added)
 
     def logits(self, streams: Streams) -> Tensor:

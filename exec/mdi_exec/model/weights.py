@@ -1,7 +1,8 @@
 """Where the model takes its tensors from: anything with `get(name)`, walked by name prefix.
 
 Building a module loads it: each takes a `Weights` scope and asks for the tensors it needs, by their
-released names. Shapes are checked here once more, so that a wrong file cannot load quietly.
+released names. Shapes are checked here once more, so that a wrong file cannot load quietly. In a
+group of ranks only the own shard of experts and Engram rows is asked for.
 """
 
 from dataclasses import dataclass
@@ -10,14 +11,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mdi_exec.exchange import WHOLE, ExpertShard
 from mdi_exec.model.config import require
 from mdi_exec.ops.gemm import QuantisedWeight
 
 
 class TensorSource(Protocol):
-    """A checkpoint; `get` raises an error that names the tensor when there is none."""
+    """A checkpoint; both raise an error that names the tensor when there is none."""
 
     def get(self, name: str) -> Tensor: ...
+
+    def get_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows start .. stop-1 only; asked for when there are several ranks."""
 
 
 @dataclass(slots=True)
@@ -45,7 +50,8 @@ class ExpansionBudget:
 class Weights:
     """The tensors under one name prefix, placed on `device` as they are asked for.
 
-    `budget`, shared by all scopes, pays for float32 copies; without it there are none.
+    `budget`, shared by all scopes, pays for float32 copies; without it there are none. `shard` is
+    the part of experts and Engram rows to load.
     """
 
     def __init__(
@@ -54,16 +60,18 @@ class Weights:
         device: torch.device | str = "cpu",
         prefix: str = "",
         budget: ExpansionBudget | None = None,
+        shard: ExpertShard = WHOLE,
     ) -> None:
         self.source = source
         self.device = torch.device(device)
         self.prefix = prefix
         self.budget = ExpansionBudget() if budget is None else budget
+        self.shard = shard
 
     def sub(self, name: str, device: torch.device | str | None = None) -> "Weights":
         """Return the scope `<prefix><name>.`, optionally placed on another device."""
         return Weights(self.source, self.device if device is None else device,
-                       f"{self.prefix}{name}.", self.budget)  # fmt: skip
+                       f"{self.prefix}{name}.", self.budget, self.shard)  # fmt: skip
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """Return a tensor; raises `ConfigError` when its shape is not the config's."""
@@ -71,6 +79,16 @@ class Weights:
         value = self.source.get(full_name)
         require(tuple(value.shape) == shape, full_name, tuple(value.shape),
                 f"the config asks for shape {shape}")  # fmt: skip
+        return value.to(self.device)
+
+    def own_rows(self, name: str, num_rows: int, width: int) -> Tensor:
+        """Return this rank's rows of the table `name` [num_rows, width]."""
+        if self.shard.size == 1:
+            return self.tensor(name, num_rows, width)
+        full_name, own = self.prefix + name, self.shard.rows(num_rows)
+        value = self.source.get_rows(full_name, own.start, own.stop)
+        require(tuple(value.shape) == (len(own), width), full_name, tuple(value.shape),
+                f"the config asks for rows of {width}, {len(own)} of them here")  # fmt: skip
         return value.to(self.device)
 
     def fp8(self, name: str, rows: int, columns: int) -> QuantisedWeight:
@@ -93,20 +111,24 @@ class Weights:
     def fp4_experts(
         self, names: tuple[str, ...], num_experts: int, rows: int, columns: int
     ) -> QuantisedWeight:
-        """Return all experts' FP4 weights, `names` stacked: [E, names * rows, columns]."""
+        """Return own experts' FP4 weights, `names` stacked: [own, names * rows, columns].
+
+        Raises `ConfigError` when `num_experts` cannot be split over the ranks.
+        """
+        own = self.shard.experts(num_experts)
         total, packs = len(names) * rows, self.budget.for_kernels
         width, dtype = (columns // 8, torch.int32) if packs else (columns // 2, torch.int8)
-        all_codes = torch.empty(num_experts, total, width, dtype=dtype, device=self.device)
+        all_codes = torch.empty(len(own), total, width, dtype=dtype, device=self.device)
         all_scales = torch.empty(
-            num_experts, total, columns // 32, dtype=torch.uint8, device=self.device
+            len(own), total, columns // 32, dtype=torch.uint8, device=self.device
         )
-        for expert in range(num_experts):
+        for index, expert in enumerate(own):
             scopes = [self.sub(f"{expert}.{name}") for name in names]
             codes = [s.tensor("weight", rows, columns // 2).view(torch.int8) for s in scopes]
             scales = [s.tensor("scale", rows, columns // 32).view(torch.uint8) for s in scopes]
-            all_scales[expert] = torch.cat(scales)
-            weight = QuantisedWeight(torch.cat(codes), _as_scales(all_scales[expert]))
-            all_codes[expert] = (weight.packed() if packs else weight).codes
+            all_scales[index] = torch.cat(scales)
+            weight = QuantisedWeight(torch.cat(codes), _as_scales(all_scales[index]))
+            all_codes[index] = (weight.packed() if packs else weight).codes
         stacked = QuantisedWeight(all_codes, _as_scales(all_scales))
         return stacked if packs else self.budget.apply(stacked)
 

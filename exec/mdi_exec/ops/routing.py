@@ -94,6 +94,22 @@ def group_rows(experts: Tensor, num_experts: int, tile: int) -> RowGroups:
     return run(experts, num_experts, tile)
 
 
+def group_own_rows(experts: Tensor, num_experts: int, tile: int) -> RowGroups:
+    """Do `group_rows` for a rank that holds `num_experts` of all experts.
+
+    experts [T, k] between 0 and num_experts, the latter standing for those on other ranks. Their
+    rows come last, in no tile and no count: a grouped product leaves their results undefined.
+    """
+    groups = group_rows(experts, num_experts + 1, tile)
+    is_own = groups.tile_expert < num_experts
+    return groups._replace(
+        counts=groups.counts[:-1],
+        offsets=groups.offsets[:-1],
+        tile_expert=groups.tile_expert.where(is_own, NO_EXPERT),
+        tile_start=groups.tile_start.where(is_own, 0),
+    )
+
+
 def combine_ref(routed: Tensor, position: Tensor, shared: Tensor) -> Tensor:
     num_tokens = shared.shape[0]
     slots = torch.unflatten(position, 0, (num_tokens, -1))

@@ -1,0 +1,102 @@
+"""Groups of ranks against the simulator: their record, retraced, makes the same plans on each.
+
+Many groups on made-up devices, whose engines, schedulers and recorders are the real ones, and one
+of four ranks that run the tiny model.
+"""
+
+import random
+import time
+
+import pytest
+
+pytest.importorskip("torch", reason="running models needs the exec extra")
+
+import torch
+
+from mdi_exec.engine import LLMEngine
+from mdi_exec.llm import LLM
+from mdi_exec.recording import Recording
+from mdi_exec.sampling import SamplingParams
+from mdi_shared.config import SchedulerConfig
+from mdi_shared.scheduler import Scheduler
+from mdi_shared.shape import TINY
+from mdi_sim.replay import replay_recorded
+from mdi_traces.check import check_run
+from tests.exec.engines import CHECKPOINT, FakeRunner
+from tests.exec.groups import llm_results, results_of
+from tests.parity.test_executor import PLAN_COLUMNS
+
+REAL = {"max_model_len": 500, "num_blocks": 5, "max_num_seqs": 16, "max_num_batched_tokens": 200}
+MADE_UP = {"block_size": 4, "num_blocks": 22, "max_num_seqs": 6, "max_model_len": 48,
+           "max_num_batched_tokens": 16}  # fmt: skip
+INTERVALS = {"prefill_attempt_interval": 2, "prefill_any_attempt_interval": 3}
+
+
+def serve(engine, left, lengths, most_tokens):
+    """Serve one rank's requests, which come in bursts; return the run (rank 0) and preemptions."""
+    rank, vocab_size = engine.group.rank, engine.vocab_size
+    dice = random.Random(f"{rank} {left}")
+    engine.expect_requests()
+    while engine.has_unfinished_requests():
+        for _ in range(min(dice.choice([0, 0, 4, 8]), left)):
+            stops = tuple(range(left % 20, vocab_size, 20))
+            params = SamplingParams(
+                max_tokens=dice.randint(2, most_tokens), seq_seed=left, stop_token_ids=stops
+            )
+            prompt = [dice.randrange(3, vocab_size) for _ in range(dice.choice(lengths))]
+            engine.add_request(prompt, params, f"{rank}-{left}")
+            if dice.random() < 0.1:
+                engine.abort_request(f"{rank}-{left}")
+            left -= 1
+        if dice.random() < 0.05:
+            time.sleep(0.001)
+        engine.more_to_come = left > 0
+        engine.step()
+        if dice.random() < 0.1:
+            engine.abort_request(f"{rank}-{dice.randint(left, left + 5)}")
+    run, num_preempted = engine.recorded_run(), engine.scheduler.num_preempted
+    engine.close()
+    return run, num_preempted
+
+
+def require_same_plans(run):
+    assert [finding for finding in check_run(run) if not finding.skipped] == []
+    again = replay_recorded(run)
+    for column in ("rank", *PLAN_COLUMNS):
+        real = run.steps_table[column].to_pylist()
+        assert again.steps_table[column].to_pylist() == real, column
+    items = [name for name in run.items_table.column_names if name != "run_id"]
+    assert again.items_table.select(items).equals(run.items_table.select(items))
+    ends = ["req_id", "rank", "finish_reason", "output_len"]
+    assert again.requests[ends].equals(run.requests[ends])
+
+
+def serve_made_up(group, seed):
+    dice = random.Random(seed)
+    config = SchedulerConfig(**MADE_UP, **INTERVALS, enable_zos=dice.random() < 0.5)
+    recording = Recording(TINY, hardware="made up", options={}, rank=group.rank)
+    engine = LLMEngine(Scheduler(config), FakeRunner(seed=seed), vocab_size=8, group=group,
+                       recording=recording)  # fmt: skip
+    left = [dice.randrange(20) for _ in range(group.size)]
+    return serve(engine, max(left[group.rank], group.rank == 0), [2, 5, 11, 20], 24)
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_a_record_of_made_up_devices_retraced_makes_the_same_plans(seed):
+    ranks = results_of(2 + seed % 3, lambda group: serve_made_up(group, seed))
+    require_same_plans(ranks[0][0])
+
+
+def test_a_record_of_four_real_ranks_retraced_makes_the_same_plans():
+    torch.set_num_threads(1)
+
+    def work():
+        llm = LLM(CHECKPOINT, **REAL, **INTERVALS, record="unused")
+        left = (8, 3, 1, 0)[llm.group.rank]
+        return serve(llm.rank_engine, left, [126, 127] if left == 8 else [2, 9], 5)
+
+    (run, preempted), *others = llm_results(4, work)
+    assert preempted > 0, "rank 0 was meant to be short of memory"
+    assert all(found is None for found, _ in others)
+    assert {"prefill", "decode", "idle_prefill", "idle_decode"} == set(run.steps["kind"])
+    require_same_plans(run)
