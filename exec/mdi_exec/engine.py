@@ -307,9 +307,12 @@ class LLMEngine:
     def _poll(self) -> News:
         with self._lock:
             arrived, self._inbox = self._inbox, []
+            looked_ns = self._poll_ns
             aborts, self._aborts = self._aborts, []
             self._poll_ns = self.now_ns()  # under the lock: who arrived before it is in `arrived`
         self._waited_ns = 0
+        for state in arrived:  # due before the last look, but sent after it: it came in between
+            state.arrival_ns = max(state.arrival_ns, looked_ns + 1)
         if arrived:
             self._ingress_ns = self._poll_ns - max(state.arrival_ns for state in arrived)
         for state in arrived:

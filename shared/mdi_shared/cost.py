@@ -20,11 +20,12 @@ class HostCost:
 
     Prompts cost by the token: taking in those that arrive (`ingress_ns_per_token`), laying out and
     processing those of a prefill step. `prefill_launch_ns` is the time until the device can begin a
-    prefill step, None: as long as a decode step's launch. `idle_ns` is all of it for a step without
-    rows on a rank that has no group to keep company: nothing is laid out, launched or read then.
-    The defaults are assumptions of a plausible size, not measurements; `launch_ns_per_seq` and
-    times per token are 0 until measured. Raises `ConfigError` for a time that is not an int of at
-    least 0.
+    prefill step, None: as long as a decode step's launch; from then on the host needs
+    `prefill_queue_ns` to queue the step's work, and the device cannot end before. `idle_ns` is all
+    of it for a step without rows on a rank that has no group to keep company: nothing is laid out,
+    launched or read then. The defaults are assumptions of a plausible size, not measurements;
+    `launch_ns_per_seq`, `prefill_queue_ns` and times per token are 0 until measured. Raises
+    `ConfigError` for a time that is not an int of at least 0.
     """
 
     schedule_ns: int = 150_000
@@ -34,6 +35,7 @@ class HostCost:
     launch_ns_per_seq: int = 0
     prefill_launch_ns: int | None = None
     prefill_launch_ns_per_token: int = 0
+    prefill_queue_ns: int = 0
     process_ns: int = 50_000
     process_ns_per_seq: int = 1_000
     process_ns_per_prompt_token: int = 0
@@ -72,6 +74,13 @@ class HostCost:
             return self.launch_ns + self.launch_ns_per_seq * n_seqs
         base = self.launch_ns if self.prefill_launch_ns is None else self.prefill_launch_ns
         return base + self.prefill_launch_ns_per_token * prompt_tokens
+
+    def queue(self, prompt_tokens: int) -> int:
+        """Return how long work is still queued after the device could begin, ns.
+
+        A prefill step is thousands of launches: one of few tokens ends when the last is made.
+        """
+        return self.prefill_queue_ns if prompt_tokens else 0
 
     def process(self, n_seqs: int, prompt_tokens: int = 0) -> int:
         """Return the time to process a step's results, ns."""

@@ -2,8 +2,8 @@
 
 Columns are those of the step table, which hold the features of `mdi_shared.linear_cost` already;
 runs too large for their items to be kept can be fitted, too. Steps without rows, each run's first
-ones, and decode steps whose device waited for its host are no measurement of the device and are
-left out, by name and count.
+ones, and steps whose device waited for its host are no measurement of the device and are left out,
+by name and count.
 
 Read next: `step_fit.py` (the fits), `host_fit.py` (the host's times), engine-semantics §7.3.
 """
@@ -26,6 +26,8 @@ PREFILL, DECODE = "prefill", "decode"
 FEATURES: Mapping[str, tuple[str, ...]] = {PREFILL: PREFILL_FEATURES, DECODE: DECODE_FEATURES}
 
 LONG_CONTEXT = 8_192  # tokens: longer contexts count as long in error tables
+LAST_WORK_NS = 1_000_000  # what a device still has to do when all is queued, if it was kept waiting
+FEWEST_UNSTARVED = 10  # prefill steps of a run
 FEWEST_OWN = 3  # undisturbed steps of a graph that make the disturbed ones dispensable
 
 
@@ -126,9 +128,8 @@ def _gather(table: pa.Table, kind: str, usual_ms: float) -> Steps:
     graph = ints(table["graph_size"])
     ns = (ints(table["t_dev_end"]) - ints(table["t_dev_start"])).astype(np.float64)
     warm = is_warm(graph, busy)
-    starved = np.zeros(len(table), dtype=bool)
-    if kind == DECODE:
-        starved = _is_starved(table, busy & warm, graph)
+    is_starved = _is_starved if kind == DECODE else _ends_with_its_launch
+    starved = is_starved(table, busy & warm, graph)
     slow = busy & warm & is_compile(floats(table["cpu_launch_ms"]), usual_ms)
     timeless = busy & warm & ~starved & ~slow & (ns <= 0)
     keep = busy & warm & ~starved & ~slow & ~timeless
@@ -164,6 +165,28 @@ def _is_starved(table: pa.Table, busy: Bools, graph: Ints) -> Bools:
         if int((own & ~starved).sum()) < FEWEST_OWN:
             starved &= graph != size
     return starved
+
+
+def queued_ns(table: pa.Table) -> Floats:
+    """Return when the host had queued all of each step's work; NaN where that is not recorded."""
+    queued: Floats = ints(table["t_launch"]) + floats(table["cpu_launch_ms"]) * 1e6
+    return queued
+
+
+def ends_with_its_launch(table: pa.Table) -> Bools:
+    """True for steps whose device was done as soon as the host had queued all of their work.
+
+    They took as long as the host did. Unknown is False.
+    """
+    lag = ints(table["t_dev_end"]) - queued_ns(table)
+    ends: Bools = np.nan_to_num(lag, nan=np.inf) < LAST_WORK_NS
+    return ends
+
+
+def _ends_with_its_launch(table: pa.Table, busy: Bools, graph: Ints) -> Bools:
+    """True for prefill steps that say nothing of the device; for none where few others are."""
+    starved: Bools = busy & ends_with_its_launch(table)
+    return starved if int((busy & ~starved).sum()) >= FEWEST_UNSTARVED else np.zeros_like(starved)
 
 
 def extrapolated_steps(table: pa.Table, cost: LinearCost) -> dict[str, Bools]:

@@ -37,12 +37,13 @@ class Barrier(Generic[Value]):
 class DeviceStep:
     """One step of the group on its devices; times are known once all ranks have launched it."""
 
-    __slots__ = ("device_ns", "end_ns", "known", "ready_ns", "start_ns")
+    __slots__ = ("device_ns", "end_ns", "known", "queued_ns", "ready_ns", "start_ns")
 
     def __init__(self, known: simpy.Event) -> None:
         self.known = known
         self.ready_ns: list[int] = []
         self.device_ns: list[int] = []
+        self.queued_ns = 0
         self.start_ns = -1
         self.end_ns = -1
 
@@ -83,8 +84,13 @@ class Group:
         times = yield from self._arrivals.meet(next_ns)
         return min((time for time in times if time is not None), default=None)
 
-    def launch(self, rank: int, ready_ns: int, device_ns: int) -> DeviceStep:
-        """Enter a rank's next step, ready to start at `ready_ns` and taking `device_ns` alone."""
+    def launch(
+        self, rank: int, ready_ns: int, device_ns: int, queued_ns: int = 0
+    ) -> DeviceStep:  # fmt: skip
+        """Enter a rank's next step, ready to start at `ready_ns` and taking `device_ns` alone.
+
+        It cannot end before `queued_ns`, when its host has given it all of its work.
+        """
         index = self._joined[rank]
         self._joined[rank] += 1
         first = min(self._joined)
@@ -93,9 +99,11 @@ class Group:
         step = self._steps[index]
         step.ready_ns.append(ready_ns)
         step.device_ns.append(device_ns)
+        step.queued_ns = max(step.queued_ns, queued_ns)
         if len(step.ready_ns) == self.size:
             step.start_ns = max(self._device_free_ns, *step.ready_ns)
-            step.end_ns = step.start_ns + group_device_ns(step.device_ns)
+            alone_ns = step.start_ns + group_device_ns(step.device_ns)
+            step.end_ns = max(alone_ns, step.queued_ns)
             self._device_free_ns = step.end_ns
             step.known.succeed()
         self._forget(first)

@@ -5,7 +5,8 @@ launch, wait for a step, process it, and again. A recording has more marks; betw
 host was busy with one of these. So planning begins when the host was done with the turn before, a
 decode step's launch ends when all work is queued, and processing begins when the device is done or
 the host begins to wait, whichever is later. Most of a prefill's launch runs beside the device: what
-counts is until the device begins, seen where it had nothing else to do. Prompts cost by the token.
+counts is until the device begins, seen where it had nothing else to do, and until all is queued,
+seen where the device ended just then. Prompts cost by the token.
 
 Read next: `mdi_sim/driver.py` (what charges these times), docs/calibration.md.
 """
@@ -18,11 +19,12 @@ import numpy as np
 import pyarrow as pa
 
 from mdi_shared.cost import HostCost
-from mdi_sim.features import DECODE, PREFILL, Floats, kind_rows
+from mdi_sim.features import DECODE, PREFILL, Floats, ends_with_its_launch, kind_rows
 from mdi_sim.robust import fit_nonnegative
 from mdi_traces.columns import Bools, Ints, floats, ints
 
 MS = 1e6  # ns
+BACK_TO_BACK_NS = 20_000  # between two steps of a device that had both in its queue; mostly 1,500
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,8 @@ class HostTimes:
     such turn's look for arrivals to the next one's. The last of a row of them overlaps with a step
     that has rows, and says nothing. `ingress` is how long an arrival that found the engine idle
     waited to be seen, `gap` how long the device was idle before the step. `rows` are a prefill
-    step's tokens (0 for decode), `arrived` the prompt tokens of requests taken in before the step.
+    step's tokens (0 for decode), `queue` how long the host queued work, of steps that ended with
+    that, `arrived` the prompt tokens of requests taken in before the step.
     """
 
     n_seqs: Floats
@@ -42,6 +45,7 @@ class HostTimes:
     is_decode: Bools
     schedule: Floats
     launch: Floats
+    queue: Floats
     process: Floats
     idle: Floats
     ingress: Floats
@@ -64,12 +68,9 @@ def host_times(table: pa.Table, requests: pa.Table) -> HostTimes:
     decode = kind_rows(table, DECODE)
     busy = decode | kind_rows(table, PREFILL)
     turns = np.diff(t_sched)[~busy[:-1] & ~busy[1:]]
-    ends = np.concatenate([[-np.inf], ints(table["t_dev_end"])[:-1]])
-    starts = ints(table["t_dev_start"])
-    started = np.where(
-        starts > ends, starts - planned, np.nan
-    )  # else the device was busy till then
-    launch = np.where(decode, queued - planned, started)
+    starts, ends = ints(table["t_dev_start"]), ints(table["t_dev_end"])
+    was_idle = starts > np.concatenate([[-np.inf], ends[:-1] + BACK_TO_BACK_NS])
+    launch = np.where(decode, queued - planned, np.where(was_idle, starts - planned, np.nan))
     # Device marks lie some microseconds off on the host's clock: no time is below zero.
     return HostTimes(
         n_seqs=ints(table["n_seqs"])[busy].astype(np.float64),
@@ -78,6 +79,7 @@ def host_times(table: pa.Table, requests: pa.Table) -> HostTimes:
         is_decode=decode[busy],
         schedule=np.maximum(schedule, 0.0)[busy],
         launch=np.maximum(launch, 0.0)[busy],
+        queue=np.where(decode | ~ends_with_its_launch(table), np.nan, queued - planned)[busy],
         process=np.maximum(t_done - began, 0.0)[busy],
         idle=turns.astype(np.float64),
         ingress=np.where(idle, ingress, np.nan)[busy],
@@ -119,11 +121,14 @@ def fit_host(runs: Sequence[tuple[pa.Table, pa.Table]]) -> tuple[HostCost, dict[
     schedule, plan_report = _fit(all_of["schedule"], {"seq": n_seqs, "arrived": arrived})
     launch, launch_report = _fit(np.where(decode, all_of["launch"], np.nan), {"seq": n_seqs})
     begin, begin_report = _fit(np.where(prefill, all_of["launch"], np.nan), {"row": rows})
+    own_launch = begin["const"] + begin["row"] * rows
+    queue, queue_report = _fit(all_of["queue"] - own_launch, {})
     process, process_report = _fit(all_of["process"], {"seq": n_seqs, "row": rows})
     report = {
         "schedule": plan_report,
         "launch": launch_report,
         "launch of prefill, until it begins": begin_report,
+        "launch of prefill, until all is queued": queue_report,
         "process": process_report,
         "turns without rows": _spread(all_of["idle"]),
         "ingress of an idle engine": _spread(all_of["ingress"]),
@@ -136,6 +141,7 @@ def fit_host(runs: Sequence[tuple[pa.Table, pa.Table]]) -> tuple[HostCost, dict[
         launch_ns_per_seq=launch["seq"],
         prefill_launch_ns=begin["const"] if begin_report["n"] else None,
         prefill_launch_ns_per_token=begin["row"],
+        prefill_queue_ns=max(queue["const"], 0),
         process_ns=process["const"], process_ns_per_seq=process["seq"],
         process_ns_per_prompt_token=process["row"],
         # A turn that was never seen empty takes at most what planning takes.

@@ -32,8 +32,9 @@ class Watch:
 
     def launch(self, plan, requests):
         self.plans.append(plan)
-        if plan.seq_ids:
-            self._contexts.append([item.k for item in plan.items if item.is_last_chunk])
+        sampled = [item.k for item in plan.items if item.is_last_chunk]
+        if sampled:
+            self._contexts.append(sampled)
         return self._launch(plan, requests)
 
     def keep(self, requests, logits):

@@ -30,18 +30,19 @@ class FakeDevices:
     def __init__(self, size):
         self.size = size
         self.lock = threading.Condition()
-        self.launched = {}  # step number -> {rank: (ready, duration)}
+        self.launched = {}  # step number -> {rank: (ready, duration, queued)}
         self.times = {}  # step number -> (start, end)
         self.free_at = 0
         self.failed = False
 
-    def launch(self, rank, step, ready, duration):
+    def launch(self, rank, step, ready, duration, queued):
         with self.lock:
             ranks = self.launched.setdefault(step, {})
-            ranks[rank] = (ready, duration)
+            ranks[rank] = (ready, duration, queued)
             if len(ranks) == self.size:
-                start = max(self.free_at, *(r for r, _ in ranks.values()))
-                end = start + max(d for _, d in ranks.values())
+                start = max(self.free_at, *(r for r, _, _ in ranks.values()))
+                end = start + max(d for _, d, _ in ranks.values())
+                end = max(end, *(q for _, _, q in ranks.values()))
                 self.times[step] = (start, end)
                 self.free_at = end
                 self.lock.notify_all()
@@ -139,7 +140,8 @@ class BlockingRank:
         self.now = planned + launch
         work = step_work(self.shape, plan)
         duration = self.cost.device_ns(work) if plan.seq_ids or not is_alone else 0
-        self.devices.launch(self.rank, plan.step, self.now, duration)
+        queued = self.now + self.cost.host.queue(plan.prompt_tokens)
+        self.devices.launch(self.rank, plan.step, self.now, duration, queued)
         times = (self.polled, planned, self.now, self.waited, duration)
         self.recorder.launched(plan, work, times)
         self.flights.append(plan)

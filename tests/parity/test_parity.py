@@ -33,6 +33,7 @@ from tests.parity.blocking import BlockingRank, Exchange, FakeDevices, run_threa
 HOST = HostCost(
     schedule_ns=40_000, schedule_ns_per_seq=1_000, ingress_ns_per_token=70, launch_ns=30_000,
     launch_ns_per_seq=800, prefill_launch_ns=35_000, prefill_launch_ns_per_token=90,
+    prefill_queue_ns=160_000,
     process_ns=20_000, process_ns_per_seq=500, process_ns_per_prompt_token=20,
 )  # fmt: skip
 MS = 1_000_000
