@@ -32,10 +32,10 @@ from pareto import Point, add_points
 from prefill_runs import Bench, Loaded, forward, measure_decode, measure_prefill
 from rank_runs import Stopwatch, own_group, start_ranks, timed_exchanges
 
-from mdi_exec.errors import GroupError
 from mdi_exec.exchange import KINDS, NO_EXCHANGE, WHOLE, ExpertExchange, ExpertShard
-from mdi_exec.parallel import RankAddress, RankGroup, own_device
-from mdi_shared.errors import ConfigError
+from mdi_exec.model_source import random_config
+from mdi_exec.parallel import RankAddress, RankGroup, own_device, require_even_experts
+from mdi_shared.errors import ConfigError, MiniDeepInferError
 from mdi_traces.io import atomic_file
 
 SCHEMA = 1  # of bench_prefill.json
@@ -162,8 +162,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="also list one step's kernels")
     parser.add_argument("--out-dir", type=Path, help="folder for bench_prefill.json and pareto.*")
     options = parser.parse_args()
-    for name, least in (("new", 1), ("context", options.new), ("steps", 1), ("warmup", 0),
-                        ("runs", 1), ("ranks", 1), ("decode_context", 1), ("decode_steps", 1)):  # fmt: skip
+    at_least = {"new": 1, "context": options.new, "steps": 1, "warmup": 0, "runs": 1, "ranks": 1,
+                "decode_context": 1, "decode_steps": 1}  # fmt: skip
+    for name, least in at_least.items():
         if getattr(options, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     if options.decode_batch is not None and options.decode_batch < 0:
@@ -174,15 +175,19 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     try:
-        if options.ranks > 1 and RankAddress.from_environment() is None:
-            sys.exit(start_ranks(options.ranks))
+        address = RankAddress.from_environment()
+        size = address.size if address is not None else options.ranks
+        if options.ranks not in (1, size):
+            raise ConfigError("--ranks", options.ranks, f"but {size} were started")
+        config = random_config(options.preset, layers=options.layers, experts=options.experts)
+        require_even_experts(config, size)
+        if options.decode_batch is None:
+            options.decode_batch = 64 if size > 1 else 0
+        if size > 1 and address is None:
+            sys.exit(start_ranks(size))
         with own_group() as group:
-            if options.ranks not in (1, group.size):
-                raise ConfigError("--ranks", options.ranks, f"but {group.size} were started")
-            if options.decode_batch is None:
-                options.decode_batch = 64 if group.size > 1 else 0
             run(options, group)
-    except (ConfigError, GroupError) as error:
+    except MiniDeepInferError as error:
         sys.exit(f"error: {error}")
 
 

@@ -47,6 +47,7 @@ def as_row(point: Point) -> dict[str, str]:
 def add_points(folder: Path, points: Iterable[Point]) -> None:
     """Add points to the folder's pareto.csv and draw it; the folder is made if need be.
 
+    Without matplotlib (GPU machines often lack it) the plot is left out, and a line says so.
     Raises `TraceError` when a pareto.csv is there that has other columns; it stays as it is.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +60,10 @@ def add_points(folder: Path, points: Iterable[Point]) -> None:
     writer.writerows(rows.values())
     with atomic_file(file) as out:
         out.write(text.getvalue().encode())
-    draw(list(rows.values()), folder / "pareto.png")
+    try:
+        draw(list(rows.values()), folder / "pareto.png")
+    except ImportError as error:
+        print(f"pareto.png is not drawn: {error}", flush=True)
 
 
 def _key(row: Mapping[str, str]) -> tuple[str, ...]:

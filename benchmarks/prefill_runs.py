@@ -88,7 +88,8 @@ class Loaded:
             for_kernels=device.type == "cuda", shard=shard,
         )  # fmt: skip
         print(f"\n{self.source.name}, rank {shard.rank} of {shard.size}: {self.load_s:.3g} s to "
-              f"draw and load, {self.estimate.total / 1e9:.4g} GB estimated", flush=True)  # fmt: skip
+              f"draw and load, estimated {self.estimate.total / 1e9:.4g} GB",
+              flush=True)  # fmt: skip
 
     def batch(self, options: argparse.Namespace, seed: int) -> Batch:
         """Return the official step's batch with random new tokens."""
@@ -211,11 +212,13 @@ def measure_decode(bench: Bench, loaded: Loaded, kind: str) -> list[dict[str, An
     found = []
     for how, call in calls.items():
         ranks = bench.group.gather_objects(_time_decode(bench, model, call))
-        means = over_ranks(ranks)
-        found.append({"way": way_name(model, kind), "exchange": kind, "how": how, "batch": count,
-                      "n_gpus": model.exchange.size, "context": context, "ranks": ranks, **means,
-                      "model": loaded.source.name, "layers": model.config.num_hidden_layers})  # fmt: skip
-        print(f"{found[-1]['way']}, {how}: decode of {count} at {context} {means['step_ms']:.4g} "
+        name, means = way_name(model, kind), over_ranks(ranks)
+        found.append({
+            "way": name, "exchange": kind, "n_gpus": model.exchange.size,
+            "model": loaded.source.name, "layers": model.config.num_hidden_layers, "how": how,
+            "batch": count, "context": context, **means, "ranks": ranks,
+        })  # fmt: skip
+        print(f"{name}, {how}: decode of {count} at {context} {means['step_ms']:.4g} "
               f"ms, {means['output_tok_s_gpu']:.5g} tokens/s per GPU, in exchange "
               f"{means['exchange_share']:.1%} (collectives {means['collectives_share']:.1%}), "
               f"{means['sent_bytes'] / MB:.4g} MB sent", flush=True)  # fmt: skip
