@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from gpu_timing import Table, add_common_options, finish, start, synchronize
-from pareto import Point, add_points
+from pareto import Point, add_points, decode_point, prefill_point
 from prefill_runs import Bench, Loaded, forward, measure_decode, measure_prefill
 from rank_runs import Stopwatch, own_group, start_ranks, timed_exchanges
 
@@ -99,19 +99,19 @@ def prefill_record(document: Mapping[str, Any], found: Mapping[str, Any]) -> dic
 
 def points_of(document: Mapping[str, Any]) -> list[Point]:
     """Return what was measured as points of the Pareto plot."""
-    options, points = document["options"], []
-    for found in document["prefill"]:
-        config = (f"{found['model']}, {found['layers']} layers, context {options['context']}, "
-                  f"new {options['new']}")  # fmt: skip
-        points.append(Point("prefill", found["way"], found["mean_ms"], found["input_tok_s_gpu"],
-                            found["n_gpus"], config))  # fmt: skip
-    for found in document["decode"]:
-        config = (f"{found['model']}, {found['layers']} layers, context {found['context']}, "
-                  f"batch {found['batch']}")  # fmt: skip
-        label = f"{found['way']}, {found['how']}, context {found['context']}"
-        points.append(Point("decode", label, found["tok_s_user"], found["output_tok_s_gpu"],
-                            found["n_gpus"], config))  # fmt: skip
-    return points
+    options = document["options"]
+    prefill = [
+        prefill_point(found["way"], (found["model"], found["layers"]),
+                      (options["new"], options["context"]),
+                      (found["mean_ms"], found["input_tok_s_gpu"]), found["n_gpus"])
+        for found in document["prefill"]
+    ]  # fmt: skip
+    return prefill + [
+        decode_point(found["way"], found["how"], (found["model"], found["layers"]),
+                     (found["batch"], found["context"]),
+                     (found["tok_s_user"], found["output_tok_s_gpu"]), found["n_gpus"])
+        for found in document["decode"]
+    ]  # fmt: skip
 
 
 def save(folder: Path, document: Mapping[str, Any]) -> None:

@@ -33,6 +33,31 @@ class Point(NamedTuple):
     config: str
 
 
+def prefill_point(
+    way: str, model: tuple[str, int], shape: tuple[int, int], place: tuple[float, float], gpus: int
+) -> Point:
+    """Return a prefill measurement of `way`.
+
+    `model` is its name and layers, `shape` new tokens and context of a rank's step, `place` ms a
+    step and input tokens/s per GPU.
+    """
+    config = f"{model[0]}, {model[1]} layers, context {shape[1]}, new {shape[0]}"
+    return Point("prefill", way, *place, gpus, config)
+
+
+def decode_point(
+    way: str, how: str, model: tuple[str, int], shape: tuple[int, int], place: tuple[float, float],
+    gpus: int,
+) -> Point:  # fmt: skip
+    """Return a decode measurement of `way`, run as `how` ("graph" or "eager").
+
+    `model` is its name and layers, `shape` sequences of a rank and their context, `place` output
+    tokens/s per user and per GPU.
+    """
+    config = f"{model[0]}, {model[1]} layers, context {shape[1]}, batch {shape[0]}"
+    return Point("decode", f"{way}, {how}, context {shape[1]}", *place, gpus, config)
+
+
 def as_row(point: Point) -> dict[str, str]:
     """Return a point in the file's columns.
 

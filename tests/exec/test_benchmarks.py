@@ -106,13 +106,18 @@ def test_pareto_points_measured_again_take_their_place(tmp_path, monkeypatch):
     assert (tmp_path / "pareto.csv").read_text() == "a,b\n1,2\n"
 
 
-def test_decode_counts_the_experts_of_its_routing():
-    found = document("bench_decode.py", "--batches", 1, 2, "--contexts", 128, "--steps", 1)
+def test_decode_counts_the_experts_of_its_routing(tmp_path):
+    found = document("bench_decode.py", "--batches", 1, 2, "--contexts", 128, "--steps", 1,
+                     "--out-dir", tmp_path)  # fmt: skip
     one, two = found["steps"]
     assert one["experts"] == 3  # of one token
     assert 3 <= two["experts"] <= 6
     assert one["GB read"] < two["GB read"]
     assert all(row["how"] == "eager" and row["floor ms"] > 0 for row in found["steps"])
+    points = table(tmp_path / "pareto.csv")
+    assert [row["label"] for row in points] == 2 * ["one GPU, eager, context 128"]
+    speeds = [float(row["y"]) for row in points]
+    assert speeds == pytest.approx([row["tokens/s"] for row in found["steps"]], rel=1e-4)
 
 
 def test_every_op_runs_and_agrees_with_itself():
