@@ -211,7 +211,7 @@ class RankDriver:
         self, plan: StepPlan, work: StepWork, planned_ns: int, launched_ns: int, repeat: int = 0
     ) -> None:
         device_ns = 0 if self._is_nothing(plan) else self.cost.device_ns(work)
-        self._fly(plan, self.group.launch(self.rank, launched_ns, device_ns))
+        self._fly(plan, self.group.launch(self.rank, launched_ns, device_ns, work))
         times = (self.poll_ns, planned_ns, launched_ns, self.wait_ns, device_ns)
         if repeat == 0:
             self.recorder.launched(plan, work, times)
