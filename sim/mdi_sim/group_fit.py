@@ -93,6 +93,10 @@ def _require_same_model(run: Recorded, base: LinearCost) -> None:
         if base.fit.get(what) != there:
             raise ConfigError(what, there, f"of {run.name} differs from {base.fit.get(what)!r}, "
                               "for which the base was fitted")  # fmt: skip
+    shapes = base.fit.get("shape"), about.config.get("shape")
+    if None not in shapes and shapes[0] != shapes[1]:
+        raise ConfigError("model", about.model, f"of {run.name} has other dimensions or replay "
+                          "options than the base was fitted for")  # fmt: skip
 
 
 def _number_of_ranks(runs: Sequence[Recorded]) -> int:
