@@ -9,6 +9,7 @@ time is that of launching steps one after another, as a server would. No samplin
 
     python benchmarks/bench_decode.py [--device cuda] [--preset flash-slice] [--layers 6]
         [--batches 1 8 64 256] [--contexts 4096 131072] [--steps 20] [--no-graph] [--out FILE]
+        [--out-dir DIR]                                 # adds to DIR/pareto.csv and draws it
 
 To try it without a GPU: --device cpu --preset tiny --batches 1 4 --contexts 256 --steps 2. The last
 line of output is one JSON document with everything that was printed.
@@ -16,7 +17,8 @@ line of output is one JSON document with everything that was printed.
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from gpu_timing import (
     start,
     synchronize,
 )
+from pareto import Point, add_points, decode_point
 from slice_model import (
     StepShape,
     Work,
@@ -150,11 +153,22 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, nargs="+", default=[4_096, 131_072])
     parser.add_argument("--steps", type=int, default=20, help="steps that count")
     parser.add_argument("--no-graph", action="store_true", help="launch op by op")
+    parser.add_argument("--out-dir", type=Path, help="folder for pareto.csv and pareto.png")
     options = parser.parse_args()
     for name in ("batches", "contexts"):
         if min(getattr(options, name)) < 1:
             parser.error(f"--{name} must be at least 1")
     return options
+
+
+def points_of(rows: Iterable[Mapping[str, Any]], model: Transformer, name: str) -> list[Point]:
+    """Return the table's rows as points of the Pareto plot; those that did not fit are none."""
+    layers = model.config.num_hidden_layers
+    return [
+        decode_point("one GPU", row["how"], (name, layers), (row["batch"], row["context"]),
+                     (1e3 / row["wall ms"], row["tokens/s"]), 1)
+        for row in rows if row["wall ms"] is not None
+    ]  # fmt: skip
 
 
 @torch.inference_mode()
@@ -172,6 +186,8 @@ def main() -> None:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     document |= {"steps": table.rows, "peak_device_gb": peak_gb(device)}
+    if options.out_dir is not None:
+        add_points(options.out_dir, points_of(table.rows, model, source.name))
     finish(options, document)
 
 

@@ -80,20 +80,38 @@ def _wall_ms(call: Call) -> float:
     return 1e3 * (time.perf_counter() - begin)
 
 
+def stamp(device: torch.device) -> Any:  # noqa: ANN401
+    """Return a point in time on the device, for `elapsed_ms`; on a CPU, now."""
+    if device.type != "cuda":
+        return time.perf_counter_ns()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def elapsed_ms(begin: Any, end: Any) -> float:  # noqa: ANN401
+    """Return the milliseconds between two stamps; the device must have passed both."""
+    if isinstance(begin, int):
+        return (end - begin) / 1e6
+    ms: float = begin.elapsed_time(end)
+    return ms
+
+
 class PartTimer:
-    """Times the stretches between marks: each mark begins a part and ends the one before it."""
+    """Times the stretches between marks: each mark begins a part and ends the one before it.
+
+    While `is_on` is False marks cost nothing and say nothing.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.is_on = True
         self._marks: list[tuple[Any, str]] = []
 
     def mark(self, part: str) -> None:
         """Say that `part` begins; the empty name belongs to nobody."""
-        now: Any = time.perf_counter_ns()
-        if self.device.type == "cuda":
-            now = torch.cuda.Event(enable_timing=True)
-            now.record()
-        self._marks.append((now, part))
+        if self.is_on:
+            self._marks.append((stamp(self.device), part))
 
     def take_ms(self) -> dict[str, float]:
         """Return each part's milliseconds since the last call; waits for the device."""
@@ -101,9 +119,7 @@ class PartTimer:
         spent: dict[str, float] = {}
         for (begin, part), (end, _) in zip(self._marks, self._marks[1:], strict=False):
             if part:
-                is_cuda = self.device.type == "cuda"
-                ms = begin.elapsed_time(end) if is_cuda else (end - begin) / 1e6
-                spent[part] = spent.get(part, 0.0) + ms
+                spent[part] = spent.get(part, 0.0) + elapsed_ms(begin, end)
         self._marks.clear()
         return spent
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mdi_exec.batch import BLOCK_TOKENS, Batch, BatchItem
 from mdi_exec.cache import CacheLayout, DeviceCache
+from mdi_exec.exchange import NO_EXCHANGE, WHOLE, ExpertExchange, ExpertShard
 from mdi_exec.model.config import LayerPlan, ModelConfig
 from mdi_exec.model.transformer import Layer, Streams, Transformer
 from mdi_exec.model.weights import ExpansionBudget, Weights
@@ -25,18 +26,25 @@ FILL_ROWS = 4096  # different rows a cache is filled with
 BF16, FP8, FP4 = 2.0, 1 + 1 / 1024, 0.5 + 1 / 32  # bytes of a weight, scales included
 
 
-def build(options: argparse.Namespace, device: torch.device) -> tuple[ModelSource, Transformer]:
+def build(
+    options: argparse.Namespace,
+    device: torch.device,
+    shard: ExpertShard = WHOLE,
+    exchange: ExpertExchange = NO_EXCHANGE,
+) -> tuple[ModelSource, Transformer]:
     """Draw the weights of a preset on the device and load them, packed where kernels run.
 
-    Of `options`: preset, layers, experts, and copies_gb for bfloat16 copies of dense weights.
+    Of `options`: preset, layers, experts, and copies_gb for bfloat16 copies of dense weights. In a
+    group of ranks only `shard` is loaded, and `exchange` reaches the rest.
     """
     numbers = {"layers": options.layers, "experts": options.experts}
     given = "".join(f",{name}={n}" for name, n in numbers.items() if n is not None)
     source = open_model(f"random:{options.preset}{given}", device)
     is_cuda = device.type == "cuda"
     budget = ExpansionBudget(options.copies_gb * 1e9 if is_cuda else 0.0, for_kernels=is_cuda)
-    weights = Weights(source.tensors, device, budget=budget)
-    return source, Transformer(source.config, weights, token_map=source.token_map)
+    weights = Weights(source.tensors, device, budget=budget, shard=shard)
+    model = Transformer(source.config, weights, token_map=source.token_map, exchange=exchange)
+    return source, model
 
 
 def filled_cache(model: Transformer, *, num_blocks: int, num_slots: int) -> DeviceCache:

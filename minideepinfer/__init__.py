@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from mdi_shared.roofline import Efficiencies, RooflineCost
     from mdi_shared.shape import TINY, V41_FLASH, ModelShape
     from mdi_sim.calibrate import calibrate
+    from mdi_sim.group_fit import calibrate_group
     from mdi_sim.replay import replay_recorded
     from mdi_sim.transfer import transfer
     from mdi_sim.tuning import Tuning
@@ -112,6 +113,7 @@ __all__ = [
     "Uniform",
     "Workload",
     "calibrate",
+    "calibrate_group",
     "check_requests",
     "check_run",
     "compare",
@@ -161,6 +163,7 @@ _MODULES = {
     "mdi_exec.request_state": "RequestOutput",
     "mdi_exec.sampling": "SamplingParams",
     "mdi_sim.calibrate": "calibrate",
+    "mdi_sim.group_fit": "calibrate_group",
     "mdi_sim.replay": "replay_recorded",
     "mdi_sim.transfer": "transfer",
     "mdi_sim.tuning": "Tuning",

@@ -20,7 +20,9 @@ def label(metadata: "MetadataLike") -> str | None:
     cost = (metadata.config or {}).get("cost")
     if not isinstance(cost, Mapping) or "kind" not in cost:
         return "simulated; the cost model was not recorded"
-    return f"simulated; step times: {cost_label(cost)}"
+    ranks = (metadata.config or {}).get("ranks", 1)
+    group = _group_label(cost.get("group"), ranks) if ranks > 1 else ""
+    return f"simulated; step times: {cost_label(cost)}{group}"
 
 
 def cost_label(cost: Mapping[str, Any]) -> str:
@@ -42,6 +44,19 @@ def cost_label(cost: Mapping[str, Any]) -> str:
     if kind == "constant":
         return "constant, an assumption"
     return f"{kind}, calibration not stated"
+
+
+def _group_label(group: object, ranks: int) -> str:
+    """Return what a fitted model's group term rests on; nothing when there is none."""
+    if not isinstance(group, Mapping):
+        return ""
+    basis = group.get("basis", {})
+    if basis.get("kind") == "assumed":
+        return f"; exchange of {ranks} ranks assumed"
+    found = {kind: basis.get(kind, {}).get("held_out", {}) for kind in ("prefill", "decode")}
+    errors = [f"{kind} {each['mape']:.1%}" for kind, each in found.items() if each.get("mape")]
+    stated = f", held-out error: {', '.join(errors)}" if errors else ""
+    return f"; exchange fitted to groups of {group.get('ranks')}{stated}"
 
 
 def _held_out(fit: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mdi_shared.errors import ConfigError
 from minideepinfer.commands.files import is_run, require_input, require_output
 from minideepinfer.commands.screen import facts_table, show_json, show_table, tell
 
@@ -30,20 +31,29 @@ def calibrate(
         bool,
         typer.Option("--allow-constant", help="Fit although a main feature never varies."),
     ] = False,
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            "--base",
+            metavar="MODEL.json",
+            show_default=False,
+            help="Fit what a group of ranks adds to this single-rank model.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Fit step times of a model and its host to recorded runs; simulate --cost reads the result.
 
-    Prints coefficients and errors, those on held-out shapes first.
+    Prints coefficients and errors, those on held-out shapes first. With --base the runs are of
+    several ranks, and the result is the base with the time that exchanging rows adds.
     """
     require_output("out", out, (".json",))
     for path in traces:
         if not is_run(path):
             require_input(path)
-    from mdi_sim.calibrate import calibrate as fit
     from mdi_traces.io import atomic_file
 
-    cost = fit(traces, allow_constant=allow_constant)
+    cost = _fit(traces, base, allow_constant=allow_constant)
     document = cost.to_json()
     verb = "replaced" if out.exists() else "wrote"
     with atomic_file(out) as file:
@@ -52,7 +62,41 @@ def calibrate(
     if as_json:
         show_json(document)
     else:
-        show_table(*_tables(cost))
+        show_table(*(_tables(cost) if base is None else _group_tables(cost)))
+
+
+def _fit(traces: list[Path], base: Path | None, *, allow_constant: bool) -> "LinearCost":
+    """Fit a model to runs of one rank, or the group terms of `base` to runs of several."""
+    from mdi_shared.linear_cost import LinearCost
+    from mdi_sim.calibrate import calibrate as fit
+    from mdi_sim.group_fit import calibrate_group
+
+    if base is None:
+        return fit(traces, allow_constant=allow_constant)
+    if allow_constant:
+        raise ConfigError("allow_constant", True, "does not go with --base: what never varies is "
+                          "left out of a group's terms anyway")  # fmt: skip
+    require_input(base)
+    return calibrate_group(traces, LinearCost.from_json(base))
+
+
+def _group_tables(cost: "LinearCost") -> list["RenderableType"]:
+    """Return a group's terms and how well they fit, for people."""
+    assert cost.group is not None, "as fitted"
+    basis, tables = cost.group.basis, []
+    rows = [(t["name"], f"{t['steps']:,} steps of ranks, sha256 {t['sha256'][:12]}")
+            for t in basis["traces"]]  # fmt: skip
+    tables.append(facts_table(f"groups of {cost.group.ranks} ranks", rows))
+    for kind, terms in (("prefill", cost.group.prefill), ("decode", cost.group.decode)):
+        found = basis[kind]
+        rows = [("error, shapes held out", _error(found["held_out"])),
+                ("error, own steps", _error(found)),
+                ("const", f"{terms.const / 1e6:.4g} ms per step"),
+                ("own", f"{terms.own:.4g} of the slowest rank's own time"),
+                ("rows", f"{terms.rows:.6g} ns per row, mean over ranks")]  # fmt: skip
+        rows += [(f"dropped {name}", why) for name, why in found["dropped"].items()]
+        tables.append(facts_table(f"{kind}: {found['n']:,} steps of groups", rows))
+    return tables
 
 
 def _tables(cost: "LinearCost") -> list["RenderableType"]:

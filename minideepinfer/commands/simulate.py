@@ -17,7 +17,7 @@ from minideepinfer.commands.screen import progress, show_json, show_table, tell
 from minideepinfer.commands.simulate_options import SimulateOptions, settle
 from minideepinfer.commands.simulate_setup import (
     accept_rate,
-    make_roofline,
+    make_cost,
     make_scheduler,
     make_shape,
     make_work,
@@ -47,7 +47,7 @@ def simulate(given: Given) -> None:
     shape = make_shape(options, fitted)
     config = make_scheduler(options, scheduler_options, shape, options.slo_tpot_ms)
     config.require_pool_fits()
-    cost = fitted if fitted is not None else make_roofline(options, shape)
+    cost = make_cost(options, fitted, shape)
     placement = placement_by_name(options.placement)
     check_outputs(options)
     work = make_work(options)

@@ -7,6 +7,7 @@ Read next: `simulate.py`.
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mdi_shared.config import SchedulerConfig
@@ -14,7 +15,8 @@ from mdi_shared.cost import StepCost
 from mdi_shared.cost_file import read_cost_file
 from mdi_shared.errors import ConfigError
 from mdi_shared.footprint import weight_bytes
-from mdi_shared.hardware import hardware_by_name
+from mdi_shared.group_cost import ASSUMED, assumed_group_cost
+from mdi_shared.hardware import hardware_by_name, hardware_in
 from mdi_shared.linear_cost import LinearCost
 from mdi_shared.predicted_cost import PredictedCost
 from mdi_shared.roofline import RooflineCost
@@ -96,6 +98,34 @@ def read_cost(options: ServingOptions) -> LinearCost | PredictedCost | None:
     return read_cost_file(options.cost)
 
 
+def make_cost(
+    options: ServingOptions, given: LinearCost | PredictedCost | None, shape: ModelShape
+) -> StepCost:  # fmt: skip
+    """Return the step times to simulate with: those given, or the roofline of `options`."""
+    if given is None:
+        return make_roofline(options, shape)
+    return with_group(given, shape, options.ranks)
+
+
+def with_group(
+    cost: LinearCost | PredictedCost, shape: ModelShape, ranks: int
+) -> LinearCost | PredictedCost:  # fmt: skip
+    """Give step times fitted on one rank an assumed exchange when several ranks are simulated.
+
+    Group terms that were fitted stay, and where the hardware's peak rates are not known there is
+    nothing to assume. Raises `ConfigError` for ranks that cannot share the experts.
+    """
+    if not isinstance(cost, LinearCost) or ranks < 2 or cost.group is not None:
+        return cost
+    if shape.n_routed_experts % ranks:
+        raise ConfigError("ranks", ranks, f"must divide the {shape.n_routed_experts} routed "
+                          f"experts of {shape.name}, which ranks share")  # fmt: skip
+    hardware = hardware_in(str(cost.fit.get("hardware")))
+    if hardware is None:
+        return cost
+    return replace(cost, group=assumed_group_cost(hardware, shape, ranks))
+
+
 def make_roofline(options: ServingOptions, shape: ModelShape) -> StepCost:
     """Return the roofline that `options` describe."""
     hardware = hardware_by_name(options.hardware or DEFAULT_HARDWARE)
@@ -167,11 +197,31 @@ def memory_note(cost: StepCost, shape: ModelShape, config: SchedulerConfig) -> s
 
 
 def ranks_note(cost: StepCost, ranks: int) -> str | None:
-    """Say when step times were predicted for another number of ranks than are simulated."""
+    """Say when step times were predicted for another number of ranks than are simulated, and what
+    the exchange of fitted ones rests on."""
+    if isinstance(cost, LinearCost) and ranks > 1:
+        return _group_note(cost, ranks)
     if not isinstance(cost, PredictedCost) or cost.ep == ranks:
         return None
     return (f"step times were predicted with experts split over {cost.ep}, but {ranks} "
             f"rank{'s are' if ranks > 1 else ' is'} simulated")  # fmt: skip
+
+
+def _group_note(cost: LinearCost, ranks: int) -> str | None:
+    if cost.group is None:
+        return ("a step takes as long as its slowest rank: what exchanging rows adds is not known "
+                f"for {cost.fit.get('hardware') or 'unnamed hardware'}")  # fmt: skip
+    if cost.group.basis["kind"] == ASSUMED:
+        terms, basis = cost.group.prefill, cost.group.basis
+        return (
+            "step times were fitted on one rank; exchanging rows is assumed, not measured: "
+            f"{terms.const / 1e6:.3g} ms a step and {terms.rows:.3g} ns a row, at "
+            f"{basis['link']:.0%} of the link of {basis['hardware']}"
+        )
+    if cost.group.ranks != ranks:
+        return (f"the exchange was fitted to groups of {cost.group.ranks}, but {ranks} ranks are "
+                "simulated")  # fmt: skip
+    return None
 
 
 def model_note(cost: StepCost, shape: ModelShape) -> str | None:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from mdi_shared.cost import StepCost
 from mdi_shared.errors import ConfigError
 from mdi_shared.placement import placement_by_name
 from mdi_sim.settings import DEFAULT_TRIALS
@@ -25,7 +24,7 @@ from minideepinfer.commands.screen import progress, show_json, show_table, tell
 from minideepinfer.commands.simulate_options import RESULTS, ServingOptions, settle
 from minideepinfer.commands.simulate_setup import (
     accept_rate,
-    make_roofline,
+    make_cost,
     make_scheduler,
     make_shape,
     make_work,
@@ -88,7 +87,7 @@ def tune(given: Given) -> None:
     shape = make_shape(options, fitted)
     config = make_scheduler(options, scheduler_options, shape, slo.tpot_ms if slo else None)
     config.require_pool_fits()
-    cost: StepCost = fitted if fitted is not None else make_roofline(options, shape)
+    cost = make_cost(options, fitted, shape)
     work = make_work(options)
     from minideepinfer.tune_report import TuneReport
     from minideepinfer.tuned import tune as run_tune

@@ -130,5 +130,8 @@ class ConstantCost:
 
 
 def group_device_ns(costs: Sequence[int]) -> int:
-    """Return the time of a group step from its ranks' own times, ns: the slowest rank's (§7.3)."""
+    """Return the time of a group step from its ranks' own times, ns: the slowest rank's (§7.3).
+
+    What exchanging rows adds is in those times (a roofline's), or in `group_cost.py`.
+    """
     return max(costs)

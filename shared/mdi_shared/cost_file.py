@@ -5,7 +5,8 @@ Read next: `linear_cost.py` (fitted), `predicted_cost.py` (predicted).
 
 from pathlib import Path
 
-from mdi_shared.linear_cost import LinearCost, read_json
+from mdi_shared.json_input import read_json
+from mdi_shared.linear_cost import LinearCost
 from mdi_shared.predicted_cost import KIND, PredictedCost
 
 

@@ -63,6 +63,11 @@ B200 = Hardware(
 HARDWARE: dict[str, Hardware] = {hardware.name: hardware for hardware in (H200, B200)}
 
 
+def hardware_in(stated: str) -> Hardware | None:
+    """Return the accelerator that a device's name speaks of, as "NVIDIA H200"; None if unknown."""
+    return next((HARDWARE[word] for word in stated.lower().split() if word in HARDWARE), None)
+
+
 def hardware_by_name(name: str) -> Hardware:
     """Return a known accelerator; raise `ConfigError` listing the names when there is none such."""
     if name not in HARDWARE:

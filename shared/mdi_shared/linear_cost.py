@@ -6,16 +6,24 @@ elsewhere; the same model then serves the simulator and the live chunk policy.
 Read next: `work.py` (the features), `cost.py` (the protocol), `chunking.py` (a user).
 """
 
-import json
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from math import inf
 from pathlib import Path
 from typing import Any
 
 from mdi_shared.cost import HostCost
 from mdi_shared.errors import ConfigError
+from mdi_shared.group_cost import GroupCost
+from mdi_shared.json_input import (
+    read_int_pair,
+    read_int_pairs,
+    read_json,
+    read_numbers,
+    require_mapping,
+    require_number,
+    require_object,
+)
 from mdi_shared.work import StepWork
 
 SCHEMA_VERSION = 1
@@ -48,7 +56,7 @@ class PrefillTerms:
 
     def __post_init__(self) -> None:
         for name in PREFILL_TERMS:
-            _require_number(f"prefill.{name}", getattr(self, name))
+            require_number(f"prefill.{name}", getattr(self, name))
         _require_ascending("prefill.base", self.base)
 
 
@@ -71,13 +79,13 @@ class DecodeTerms:
 
     def __post_init__(self) -> None:
         for name in DECODE_TERMS:
-            _require_number(f"decode.{name}", getattr(self, name))
+            require_number(f"decode.{name}", getattr(self, name))
         _require_ascending("decode.graphs", self.graphs)
         if self.graph_slopes and len(self.graph_slopes) != len(self.graphs):
             raise ConfigError("decode.graph_slopes", len(self.graph_slopes),
                               f"must be one per graph, {len(self.graphs)}")  # fmt: skip
         for slope in self.graph_slopes:
-            _require_number("decode.graph_slopes", slope)
+            require_number("decode.graph_slopes", slope)
 
 
 PREFILL_FEATURES = PREFILL_TERMS[1:]
@@ -98,7 +106,8 @@ class LinearCost:
 
     The ranges map features to the least and greatest value seen; a feature without a range counts
     as never seen. `device_ns` answers outside them, too, so ask `extrapolated` before trusting it.
-    `fit` is kept as it is: diagnostics of whoever fitted the model.
+    `fit` is kept as it is: diagnostics of whoever fitted the model. `group` says what a step of
+    several ranks takes that share the experts; without it, what the slowest of them takes.
     """
 
     prefill: PrefillTerms
@@ -107,6 +116,7 @@ class LinearCost:
     decode_ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     host: HostCost = field(default_factory=HostCost)
     fit: Mapping[str, Any] = field(default_factory=dict)
+    group: GroupCost | None = None
 
     def __post_init__(self) -> None:
         _require_ranges("prefill.ranges", self.prefill_ranges, PREFILL_FEATURES)
@@ -197,6 +207,7 @@ class LinearCost:
             },
             "host": asdict(self.host),
             "fit": dict(self.fit),
+            **({} if self.group is None else {"group": self.group.to_json()}),
         }
 
     @classmethod
@@ -210,7 +221,7 @@ class LinearCost:
             "cost model",
             source if isinstance(source, Mapping) else read_json(Path(source)),
             ("schema_version", "units", "prefill", "decode", "host"),
-            optional=("fit",),
+            optional=("fit", "group"),
         )
         for name, expected in (("schema_version", SCHEMA_VERSION), ("units", UNITS)):
             if data[name] != expected:
@@ -224,23 +235,19 @@ class LinearCost:
         decode_terms = require_object("decode.terms", decode["terms"], DECODE_TERMS)
         return cls(
             prefill=PrefillTerms(
-                **prefill_terms, base=_int_pairs("prefill.base", prefill.get("base", ()))
+                **prefill_terms, base=read_int_pairs("prefill.base", prefill.get("base", ()))
             ),
             decode=DecodeTerms(
                 **decode_terms,
-                graphs=_int_pairs("decode.graphs", decode["graphs"]),
-                graph_slopes=_numbers("decode.graph_slopes", decode.get("graph_slopes", ())),
+                graphs=read_int_pairs("decode.graphs", decode["graphs"]),
+                graph_slopes=read_numbers("decode.graph_slopes", decode.get("graph_slopes", ())),
             ),
             prefill_ranges=_read_ranges("prefill.ranges", prefill["ranges"]),
             decode_ranges=_read_ranges("decode.ranges", decode["ranges"]),
             host=host_from_json(data["host"]),
             fit=require_mapping("fit", data.get("fit", {})),
+            group=GroupCost.from_json(data["group"]) if "group" in data else None,
         )
-
-
-def _require_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
-        raise ConfigError(name, value, "must be a finite number of at least 0")
 
 
 HOST_TERMS = ("schedule_ns", "schedule_ns_per_seq", "launch_ns", "process_ns", "process_ns_per_seq")
@@ -250,12 +257,6 @@ def host_from_json(value: object) -> HostCost:
     """Build the host's costs from a model file; terms that earlier files lack may be missing."""
     later = tuple(f.name for f in fields(HostCost) if f.name not in HOST_TERMS)
     return HostCost(**require_object("host", value, HOST_TERMS, optional=later))
-
-
-def _numbers(name: str, value: object) -> tuple[float, ...]:
-    if not isinstance(value, list | tuple):
-        raise ConfigError(name, value, "must be a list of numbers")
-    return tuple(value)
 
 
 def _require_ascending(name: str, table: tuple[tuple[int, int], ...]) -> None:
@@ -279,49 +280,7 @@ def _require_ranges(
             raise ConfigError(f"{where}.{name}", (least, greatest), "must be (least, greatest)")
 
 
-def require_mapping(where: str, data: object) -> dict[str, Any]:
-    """Return `data` as a dict when it is an object; raise `ConfigError` naming `where` if not."""
-    if not isinstance(data, Mapping):
-        raise ConfigError(where, data, "must be an object")
-    return dict(data)
-
-
-def require_object(
-    where: str, data: object, required: tuple[str, ...], optional: tuple[str, ...] = ()
-) -> dict[str, Any]:
-    """Return `data` when it is an object with just these keys; raise `ConfigError` if not."""
-    checked = require_mapping(where, data)
-    for name in required:
-        if name not in checked:
-            raise ConfigError(f"{where}.{name}", None, "is missing")
-    for name, value in checked.items():
-        if name not in required and name not in optional:
-            raise ConfigError(f"{where}.{name}", value,
-                              f"unknown; known: {', '.join((*required, *optional))}")  # fmt: skip
-    return checked
-
-
-def _int_pair(where: str, value: object) -> tuple[int, int]:
-    if not isinstance(value, list | tuple) or [type(v) for v in value] != [int, int]:
-        raise ConfigError(where, value, "must be two ints")
-    return value[0], value[1]
-
-
-def _int_pairs(where: str, values: object) -> tuple[tuple[int, int], ...]:
-    if not isinstance(values, list | tuple):
-        raise ConfigError(where, values, "must be a list of pairs of ints")
-    return tuple(_int_pair(where, value) for value in values)
-
-
 def _read_ranges(where: str, data: object) -> dict[str, tuple[int, int]]:
-    return {n: _int_pair(f"{where}.{n}", seen) for n, seen in require_mapping(where, data).items()}
-
-
-def read_json(path: Path) -> object:
-    """Return what a JSON file holds; raise `ConfigError` when it cannot be read."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError("cost model", str(path), f"cannot be read: {error.strerror}") from error
-    except ValueError as error:  # neither text nor JSON
-        raise ConfigError("cost model", str(path), f"is not JSON: {error}") from error
+    return {
+        n: read_int_pair(f"{where}.{n}", seen) for n, seen in require_mapping(where, data).items()
+    }

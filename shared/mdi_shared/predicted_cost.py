@@ -15,7 +15,8 @@ from typing import Any
 from mdi_shared.cost import HostCost
 from mdi_shared.errors import ConfigError
 from mdi_shared.hardware import Hardware, hardware_by_name
-from mdi_shared.linear_cost import UNITS, host_from_json, require_mapping, require_object
+from mdi_shared.json_input import require_mapping, require_object
+from mdi_shared.linear_cost import UNITS, host_from_json
 from mdi_shared.roofline import Efficiencies, RooflineCost
 from mdi_shared.shape import ModelShape, shape_from_mapping
 from mdi_shared.work import StepWork

@@ -58,11 +58,11 @@ class Recorded:
         }
 
 
-def read_recorded(path: str | os.PathLike[str]) -> Recorded:
+def read_recorded(path: str | os.PathLike[str], *, of_group: bool = False) -> Recorded:
     """Read the steps and requests of a run, given its prefix or one of its files.
 
     Raises `TraceError` when they cannot be read, have another schema version than today's (older
-    ones lack host times), or come from several ranks.
+    ones lack host times), come from several ranks, or for `of_group` do not.
     """
     base = run_prefix(path)
     file = f"{base}.steps.parquet"
@@ -73,9 +73,13 @@ def read_recorded(path: str | os.PathLike[str]) -> Recorded:
                          "record or simulate the run again")  # fmt: skip
     if not len(table):
         raise TraceError(file, "holds no steps")
-    if int(ints(table["rank"]).max()) > 0:
+    has_several = int(ints(table["rank"]).max()) > 0
+    if has_several and not of_group:
         raise TraceError(file, "has several ranks, whose steps wait for each other: calibrate "
-                         "from runs of one rank")  # fmt: skip
+                         "from runs of one rank, then fit the group with --base")  # fmt: skip
+    if of_group and not has_several:
+        raise TraceError(file, "is of one rank: what a group adds (--base) is fitted to runs of "
+                         "several")  # fmt: skip
     digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     requests, _ = read_table(f"{base}.requests.parquet", REQUESTS)
     return Recorded(Path(base).name, digest, table, requests, metadata)

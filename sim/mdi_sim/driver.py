@@ -212,7 +212,7 @@ class RankDriver:
     ) -> None:
         device_ns = 0 if self._is_nothing(plan) else self.cost.device_ns(work)
         queued_ns = launched_ns + self.cost.host.queue(plan.prompt_tokens)
-        self._fly(plan, self.group.launch(self.rank, launched_ns, device_ns, queued_ns))
+        self._fly(plan, self.group.launch(self.rank, launched_ns, device_ns, work, queued_ns))
         times = (self.poll_ns, planned_ns, launched_ns, self.wait_ns, device_ns)
         if repeat == 0:
             self.recorder.launched(plan, work, times)

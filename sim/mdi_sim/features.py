@@ -107,7 +107,7 @@ def kind_rows(table: pa.Table, kind: str) -> Bools:
 
 def gather_steps(tables: Sequence[pa.Table], kind: str) -> Steps:
     """Return the steps of a kind that say how long the device takes, from step tables of runs."""
-    usual_ms = _usual_launch_ms(tables, kind)
+    usual_ms = usual_launch_ms(tables, kind)
     parts = [_gather(table, kind, usual_ms) for table in tables]
     left_out: dict[str, int] = {}
     for part in parts:
@@ -124,28 +124,44 @@ def gather_steps(tables: Sequence[pa.Table], kind: str) -> Steps:
 
 
 def _gather(table: pa.Table, kind: str, usual_ms: float) -> Steps:
+    keep, reasons = measuring_steps(table, kind, usual_ms)
+    return Steps(
+        kind, step_features(table, kind)[keep], device_times(table)[keep],
+        ints(table["graph_size"])[keep], ints(table["max_k"])[keep],
+        {reason: int(which.sum()) for reason, which in reasons.items() if which.any()},
+    )  # fmt: skip
+
+
+def device_times(table: pa.Table) -> Floats:
+    """Return how long each step took the device, ns."""
+    times: Floats = (ints(table["t_dev_end"]) - ints(table["t_dev_start"])).astype(np.float64)
+    return times
+
+
+def measuring_steps(
+    table: pa.Table, kind: str, usual_ms: float
+) -> tuple[Bools, dict[str, Bools]]:  # fmt: skip
+    """Say which steps of a rank say how long the device takes, and of the others why they do not.
+
+    `usual_ms` is what launching a step of the kind usually takes the host.
+    """
     busy = kind_rows(table, kind)
-    graph = ints(table["graph_size"])
-    ns = (ints(table["t_dev_end"]) - ints(table["t_dev_start"])).astype(np.float64)
+    graph, ns = ints(table["graph_size"]), device_times(table)
     warm = is_warm(graph, busy)
     is_starved = _is_starved if kind == DECODE else _ends_with_its_launch
     starved = is_starved(table, busy & warm, graph)
     slow = busy & warm & is_compile(floats(table["cpu_launch_ms"]), usual_ms)
     timeless = busy & warm & ~starved & ~slow & (ns <= 0)
     keep = busy & warm & ~starved & ~slow & ~timeless
-    reasons = {
+    return keep, {
         "first of its kind in a run": busy & ~warm,
         "the device waited for the host": busy & starved & ~slow,
         f"launched in over {SLOW_LAUNCH:g} times the usual time": slow,
         "no device time": timeless,
     }
-    return Steps(
-        kind, step_features(table, kind)[keep], ns[keep], graph[keep], ints(table["max_k"])[keep],
-        {reason: int(which.sum()) for reason, which in reasons.items() if which.any()},
-    )  # fmt: skip
 
 
-def _usual_launch_ms(tables: Sequence[pa.Table], kind: str) -> float:
+def usual_launch_ms(tables: Sequence[pa.Table], kind: str) -> float:
     """Return the median time that launching a step of a kind took, over all runs; 0 if unknown."""
     times = np.concatenate([floats(t["cpu_launch_ms"])[kind_rows(t, kind)] for t in tables])
     known = times[~np.isnan(times)]

@@ -7,7 +7,9 @@ import simpy
 
 from mdi_shared.balance import Offer, best_share
 from mdi_shared.cost import group_device_ns
+from mdi_shared.group_cost import GroupCost
 from mdi_shared.vote import Ballot, decide
+from mdi_shared.work import StepWork
 
 Waits = Generator[simpy.Event, None, None]
 
@@ -37,13 +39,14 @@ class Barrier(Generic[Value]):
 class DeviceStep:
     """One step of the group on its devices; times are known once all ranks have launched it."""
 
-    __slots__ = ("device_ns", "end_ns", "known", "queued_ns", "ready_ns", "start_ns")
+    __slots__ = ("device_ns", "end_ns", "known", "queued_ns", "ready_ns", "start_ns", "works")
 
     def __init__(self, known: simpy.Event) -> None:
         self.known = known
         self.ready_ns: list[int] = []
         self.device_ns: list[int] = []
         self.queued_ns = 0
+        self.works: list[StepWork] = []
         self.start_ns = -1
         self.end_ns = -1
 
@@ -52,12 +55,16 @@ class Group:
     """The ranks' common state: where they meet, and their devices.
 
     Every device start waits for the slowest rank (engine-semantics §4.7), and since ranks meet in
-    each layer's expert exchange, the step ends for all with the slowest one (§7.3).
+    each layer's expert exchange, the step ends for all with the slowest one, or when `cost` says
+    (§7.3). A group of one exchanges nothing.
     """
 
-    def __init__(self, env: simpy.Environment, size: int) -> None:
+    def __init__(
+        self, env: simpy.Environment, size: int, cost: GroupCost | None = None
+    ) -> None:  # fmt: skip
         self.env = env
         self.size = size
+        self.cost = cost if size > 1 else None
         self._votes: Barrier[Ballot] = Barrier(env, size)
         self._offers: Barrier[Offer] = Barrier(env, size)
         self._arrivals: Barrier[int | None] = Barrier(env, size)
@@ -85,8 +92,8 @@ class Group:
         return min((time for time in times if time is not None), default=None)
 
     def launch(
-        self, rank: int, ready_ns: int, device_ns: int, queued_ns: int = 0
-    ) -> DeviceStep:  # fmt: skip
+        self, rank: int, ready_ns: int, device_ns: int, work: StepWork, queued_ns: int
+    ) -> DeviceStep:
         """Enter a rank's next step, ready to start at `ready_ns` and taking `device_ns` alone.
 
         It cannot end before `queued_ns`, when its host has given it all of its work.
@@ -100,14 +107,19 @@ class Group:
         step.ready_ns.append(ready_ns)
         step.device_ns.append(device_ns)
         step.queued_ns = max(step.queued_ns, queued_ns)
+        step.works.append(work)
         if len(step.ready_ns) == self.size:
             step.start_ns = max(self._device_free_ns, *step.ready_ns)
-            alone_ns = step.start_ns + group_device_ns(step.device_ns)
-            step.end_ns = max(alone_ns, step.queued_ns)
+            step.end_ns = max(step.start_ns + self._device_ns(step), step.queued_ns)
             self._device_free_ns = step.end_ns
             step.known.succeed()
         self._forget(first)
         return step
+
+    def _device_ns(self, step: DeviceStep) -> int:
+        if self.cost is None:
+            return group_device_ns(step.device_ns)
+        return self.cost.device_ns(step.device_ns, step.works)
 
     def _forget(self, joined_by_all: int) -> None:
         """Drop steps every rank has entered, so that a long run needs no memory for them."""

@@ -16,6 +16,7 @@ from mdi_shared.config import SchedulerConfig
 from mdi_shared.cost import StepCost
 from mdi_shared.errors import ConfigError
 from mdi_shared.hardware import H200
+from mdi_shared.linear_cost import LinearCost
 from mdi_shared.placement import Placement, RoundRobin
 from mdi_shared.roofline import RooflineCost
 from mdi_shared.scheduler import Scheduler
@@ -53,7 +54,8 @@ def simulate(
     """Serve every request of `trace` and return what happened.
 
     `cost` gives step times (left out: an H200 roofline for `shape`, experts split over `ranks`);
-    `ranks` data-parallel ranks share one step kind and meet at every step. Requests keep the rank
+    `ranks` data-parallel ranks share one step kind and meet at every step, which takes as long as
+    the slowest of them, or what a fitted model's group terms say. Requests keep the rank
     their trace names, the others are placed by `placement` (left out: round robin), a session as
     a whole. The run stops at `until_s` virtual seconds; what has not ended by then is reported
     unfinished, and apart what had not arrived. `fast_forward=False` runs every decode step through
@@ -69,7 +71,7 @@ def simulate(
     cost = cost if cost is not None else RooflineCost(H200, shape, ep=ranks)
     workload = Workload(trace, ranks, placement if placement is not None else RoundRobin())
     env = simpy.Environment()
-    group = Group(env, ranks)
+    group = Group(env, ranks, cost.group if isinstance(cost, LinearCost) else None)
     sources = make_sources(workload.arrivals)
     policy = make_policy(config, shape, cost if chunk_cost is None else chunk_cost)
     schedulers = [Scheduler(config, policy) for _ in range(ranks)]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mdi_shared.errors import ConfigError
-from mdi_shared.hardware import HARDWARE, Hardware
+from mdi_shared.hardware import HARDWARE, Hardware, hardware_in
 from mdi_shared.linear_cost import LinearCost
 from mdi_shared.predicted_cost import PredictedCost
 from mdi_shared.roofline import Efficiencies
@@ -76,15 +76,11 @@ def transfer(
 def known_hardware(fitted: LinearCost) -> Hardware:
     """Return the peak rates of the hardware whose name a fitted model states, as "NVIDIA H200"."""
     stated = str(fitted.fit.get("hardware"))
-    found = _hardware_in(stated)
+    found = hardware_in(stated)
     if found is not None:
         return found
     raise ConfigError("from_hardware", stated, "is what the model was fitted on, and no known peak "
                       f"rates bear that name: state one of {', '.join(HARDWARE)}")  # fmt: skip
-
-
-def _hardware_in(stated: str) -> Hardware | None:
-    return next((HARDWARE[word] for word in stated.lower().split() if word in HARDWARE), None)
 
 
 def _lists(ranges: Mapping[str, tuple[int, int]]) -> dict[str, list[int]]:
@@ -111,7 +107,7 @@ def prediction_errors(
     runs = [read_recorded(path) for path in paths]
     require_alike(runs)
     name = str(runs[0].metadata.hardware)
-    if _hardware_in(name) not in (None, cost.hardware):
+    if hardware_in(name) not in (None, cost.hardware):
         raise ConfigError("hardware", cost.hardware.name, f"is predicted, but {runs[0].name} was "
                           f"recorded on {name}")  # fmt: skip
     stated = runs[0].metadata.config.get("shape")

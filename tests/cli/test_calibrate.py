@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from mdi_shared.group_cost import FITTED, GroupCost, GroupTerms
 from mdi_shared.linear_cost import LinearCost
-from mdi_shared.shape import TINY
+from mdi_shared.shape import TINY, V41_FLASH
+from mdi_sim.simulate import simulate
 from mdi_traces.run import load_run
-from tests.sim.recorded import TRUTH, noisy_run
+from tests.sim.recorded import CONFIG, TRUTH, noisy_run, requests
 
 
 @pytest.fixture(scope="module")
@@ -129,3 +131,37 @@ def test_runs_that_cannot_be_used(mdi, fails, known, run_r):
     Path("r.steps.parquet").write_bytes(b"PAR1")
     assert "cannot be read as Parquet" in fails(1, "calibrate", run_r, "-o", "m.json")
     assert not Path("m.json").exists()
+
+
+def test_a_group_is_fitted_on_top_of_one_rank_and_simulated(mdi, tmp_path):
+    cost = replace(TRUTH, fit={"hardware": None, "model": V41_FLASH.name})
+    Path("base.json").write_text(json.dumps(cost.to_json()))
+    terms = GroupTerms(const=2e6, own=0.9, rows=3_000.0)
+    group = GroupCost(ranks=2, prefill=terms, decode=terms, basis={"kind": FITTED})
+    run = simulate(requests(), scheduler=CONFIG, cost=replace(cost, group=group), ranks=2)
+    run.save("two")
+    done = mdi("calibrate", "two", "--base", "base.json", "-o", "g.json")
+    assert done.code == 0, done.err
+    for text in ("groups of 2 ranks", "shapes held out", "0.9 of the slowest rank's own time"):
+        assert text in done.out, text
+    assert LinearCost.from_json(Path("g.json")).group.prefill.rows == pytest.approx(3e3, rel=0.05)
+    options = ("--workload", "azure-conv", "-n", 10, "--cost", "g.json", "--ranks")
+    two, four = (mdi("simulate", *options, ranks) for ranks in (2, 4))
+    assert "exchange fitted to groups of 2" in " ".join(two.out.split())
+    assert "fitted to groups of 2, but 4 ranks are simulated" in " ".join(four.out.split())
+    refused = mdi("calibrate", "two", "-o", "m.json")
+    assert refused.code == 1
+    assert "has several ranks" in refused.err
+    refused = mdi("calibrate", "two", "-o", "m.json", "--base", "base.json", "--allow-constant")
+    assert (refused.code, len(refused.err.splitlines())) == (2, 1)
+
+
+def test_one_ranks_model_gets_an_assumed_exchange_and_says_so(mdi, tmp_path):
+    shipped = Path(__file__).parents[2] / "traces" / "models" / "h200-flash-slice.json"
+    options = ("--workload", "azure-conv", "-n", 5, "--cost", shipped, "--json", "--ranks")
+    one, two = (json.loads(mdi("simulate", *options, ranks).out) for ranks in (1, 2))
+    assert "group" not in one["config"]["cost"]
+    assert two["config"]["cost"]["group"]["basis"]["kind"] == "assumed"
+    assert any("exchanging rows is assumed, not measured" in note for note in two["notes"])
+    done = mdi("simulate", *options, 7)
+    assert "ranks = 7: must divide the 384 routed experts" in done.err

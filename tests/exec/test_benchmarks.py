@@ -1,6 +1,8 @@
 """The GPU benchmarks and the recorder, tried out on a CPU with the tiny model: do they run, and
 does what they print hold together?"""
 
+import csv
+import importlib
 import json
 import subprocess
 import sys
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mdi_shared.errors import TraceError
 from mdi_sim.replay import replay_recorded
 from mdi_traces.run import load_run
 
@@ -15,11 +18,15 @@ BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 TINY = ("--device", "cpu", "--preset", "tiny")
 
 
-def run(script, *arguments) -> str:
-    done = subprocess.run(
+def attempt(script, *arguments) -> subprocess.CompletedProcess:
+    return subprocess.run(
         [sys.executable, str(BENCHMARKS / script), *map(str, arguments)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
+
+
+def run(script, *arguments) -> str:
+    done = attempt(script, *arguments)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -28,27 +35,89 @@ def document(script, *arguments) -> dict:
     return json.loads(run(script, *TINY, *arguments).splitlines()[-1])
 
 
+def table(file) -> list[dict]:
+    return list(csv.DictReader(file.read_text().splitlines()))
+
+
 def test_prefill_adds_its_layers_up(tmp_path):
     out = tmp_path / "made" / "prefill.json"
     found = document("bench_prefill.py", "--context", 256, "--new", 16, "--steps", 2,
                      "--warmup", 1, "--out", out)  # fmt: skip
     assert json.loads(out.read_text()) == found
-    parts = {row["part"]: row for row in found["parts"]}
+    assert {"device", "torch", "tilelang", "commit", "date"} <= set(found["conditions"])
+    (alone,) = found["prefill"]
+    assert found["decode"] == []  # asked for over ranks only
+    parts = {row["part"]: row for row in alone["parts"]}
     whole = sum(row["ms"] * row["in model"] for row in parts.values())
-    assert found["implied"]["step_ms"] == pytest.approx(whole)
-    assert found["implied"]["step_ms"] == pytest.approx(found["median_wall_ms"], rel=0.5)
+    assert alone["implied"]["step_ms"] == pytest.approx(whole)
+    assert alone["implied"]["step_ms"] == pytest.approx(alone["p50_ms"], rel=0.5)
     assert {"window", "source r2", "reuse r2", "candidate source r1", "re-index r1", "reuse r1",
             "engram"} <= set(parts)  # fmt: skip
-    assert {"device", "torch", "tilelang", "commit", "date"} <= set(found["conditions"])
+    assert alone["sent_bytes"] == alone["exchange_ms"] == 0
 
 
-def test_decode_counts_the_experts_of_its_routing():
-    found = document("bench_decode.py", "--batches", 1, 2, "--contexts", 128, "--steps", 1)
+def test_prefill_over_ranks_has_both_exchanges_and_one_gpu(tmp_path):
+    found = document("bench_prefill.py", "--ranks", 2, "--context", 64, "--new", 8, "--steps", 2,
+                     "--warmup", 0, "--decode-batch", 2, "--decode-context", 32,
+                     "--decode-steps", 1, "--out-dir", tmp_path)  # fmt: skip
+    gathered, routed, alone = found["prefill"]
+    assert [way["n_gpus"] for way in found["prefill"]] == [2, 2, 1]
+    assert gathered["sent_bytes"] > routed["sent_bytes"] > alone["sent_bytes"] == 0
+    for way in (gathered, routed):
+        assert [rank["rank"] for rank in way["ranks"]] == [0, 1]
+        assert 0 < way["collectives_ms"] < way["exchange_ms"] < way["mean_ms"]
+    records = json.loads((tmp_path / "bench_prefill.json").read_text())
+    assert [(r["ep"], r["dp"]) for r in records] == [(2, 2), (2, 2), (1, 1)]
+    assert {record["cached"] for record in records} == {56}
+    for record in records:
+        assert record["mean_ms"] == pytest.approx(sum(record["step_ms"]) / 2)
+        speeds = [1e3 * 8 / rank["mean_ms"] for rank in record["ranks"]]
+        assert record["input_tok_s_gpu"] == pytest.approx(sum(speeds) / 2)
+    rows = table(tmp_path / "pareto.csv")
+    assert [row["phase"] for row in rows].count("prefill") == 3
+    decode = [row for row in rows if row["phase"] == "decode"]
+    assert [row["n_gpus"] for row in decode] == ["2", "2", "1"]
+    assert all(float(row["y"]) == pytest.approx(2 * float(row["x"]), rel=1e-4) for row in decode)
+    assert (tmp_path / "pareto.png").stat().st_size > 10_000
+
+
+def test_ranks_that_cannot_share_the_experts_are_refused_in_one_line():
+    done = attempt("bench_prefill.py", *TINY, "--ranks", 5)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: data_parallel_size = 5: must divide the model's")
+
+
+def test_pareto_points_measured_again_take_their_place(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    pareto = importlib.import_module("pareto")
+    one = pareto.Point("decode", "one GPU", 100.0, 800.0, 1, "batch 8")
+    two = one._replace(config="batch 16", x=80.0)
+    pareto.add_points(tmp_path, [one, two])
+    pareto.add_points(tmp_path, [one._replace(y=900.0)])
+    rows = table(tmp_path / "pareto.csv")
+    assert [(row["x_name"], row["x"], row["y_name"], row["y"]) for row in rows] == [
+        ("tok_s_user", "100", "output_tok_s_gpu", "900"),
+        ("tok_s_user", "80", "output_tok_s_gpu", "800"),
+    ]
+    (tmp_path / "pareto.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(TraceError, match=r"pareto.csv.*has columns a, b; must be phase"):
+        pareto.add_points(tmp_path, [one])
+    assert (tmp_path / "pareto.csv").read_text() == "a,b\n1,2\n"
+
+
+def test_decode_counts_the_experts_of_its_routing(tmp_path):
+    found = document("bench_decode.py", "--batches", 1, 2, "--contexts", 128, "--steps", 1,
+                     "--out-dir", tmp_path)  # fmt: skip
     one, two = found["steps"]
     assert one["experts"] == 3  # of one token
     assert 3 <= two["experts"] <= 6
     assert one["GB read"] < two["GB read"]
     assert all(row["how"] == "eager" and row["floor ms"] > 0 for row in found["steps"])
+    points = table(tmp_path / "pareto.csv")
+    assert [row["label"] for row in points] == 2 * ["one GPU, eager, context 128"]
+    speeds = [float(row["y"]) for row in points]
+    assert speeds == pytest.approx([row["tokens/s"] for row in found["steps"]], rel=1e-4)
 
 
 def test_every_op_runs_and_agrees_with_itself():
