@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from mdi_exec.checkpoint import open_checkpoint
 from mdi_exec.exchange import KINDS, ExpertShard, make_exchange
@@ -47,7 +48,8 @@ def tiny_model(token_map, shard, *exchange):
     torch.cuda.device_count() < GPUS,
     reason=f"needs {GPUS} CUDA GPUs; docs/gpu-testing.md has the command",
 )
-def test_gpus_compute_what_one_does(token_map, tmp_path):
+def test_gpus_compute_what_one_does(tmp_path):
+    token_map = load_file(GOLDEN / "layers" / "engram_hash.safetensors")["token_map"]
     (tmp_path / "one").mkdir()
     (wanted,) = run_ranks(1, one_rank, tmp_path / "one", token_map, backend="nccl")
     for rank, found in enumerate(run_ranks(GPUS, all_kinds, tmp_path, token_map, backend="nccl")):
