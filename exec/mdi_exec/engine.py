@@ -229,13 +229,17 @@ class LLMEngine:
         while self.scheduler.has_unfinished() or self.scheduler.num_in_flight or not self._is_idle:
             self._guarded_turn()
 
-    def close(self) -> None:
-        """Stop the device worker and leave the group; harmless when done twice."""
-        self._stop("it was closed")
+    def close(self, *, leaves_group: bool = True) -> None:
+        """Stop the device worker, free the cache and leave the group; harmless when done twice.
 
-    def _stop(self, reason: str) -> None:
+        Another engine may serve on in a group that was not left; no step may be in flight then.
+        """
+        self._stop("it was closed", leaves_group=leaves_group)
+
+    def _stop(self, reason: str, *, leaves_group: bool = True) -> None:
         self._stopped = self._stopped or reason
-        self.group.close()  # first: the worker may be waiting for another rank
+        if leaves_group:
+            self.group.close()  # first: the worker may be waiting for another rank
         self.runner.close()
 
     def _require_open(self) -> None:

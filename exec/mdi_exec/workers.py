@@ -14,6 +14,7 @@ import multiprocessing
 import random
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -30,6 +31,7 @@ from mdi_exec.rank_worker import (
     Answer,
     Ask,
     Close,
+    Estimate,
     Failed,
     OutputNews,
     Ready,
@@ -53,17 +55,19 @@ _LEAVE_S = 10.0  # for a worker to end by itself
 class GroupEngine:
     """The engines of a group, seen as one; has what `LLM` uses of `LLMEngine`.
 
-    `scheduler_config` is the ranks' common one. Raises what a worker raises while it loads.
+    `scheduler_config` is the ranks' common one. `on_estimate` is called with each rank's line on
+    the memory it will take, before it loads. Raises what a worker raises while it loads.
     """
 
     def __init__(
         self, model: str | Path, options: dict[str, Any], *, size: int, port: int, vocab_size: int,
-        tokenizer: Tokenizer | None, seed: int,
+        tokenizer: Tokenizer | None, seed: int, on_estimate: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.num_ranks = size
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
         self.more_to_come = False
+        self._on_estimate = on_estimate
         self._dice = random.Random(seed)
         self._live: dict[str, tuple[RequestState, int]] = {}
         self._num_added = 0
@@ -237,6 +241,8 @@ class GroupEngine:
             raise self._fail(rank, said)
         if isinstance(said, Answer):
             self._answers[rank] = said.value
+        elif isinstance(said, Estimate):
+            self._on_estimate(said.line)
         else:
             self._outputs += [self._note(news) for news in said]
 
