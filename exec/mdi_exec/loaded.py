@@ -71,7 +71,7 @@ class LoadedModel:
         self.shard = ExpertShard(group.rank, group.size)
         if group.size > 1 or self.options.device != "cpu":
             estimate = self._estimate(self.options, scheduler_options)
-            on_estimate(memory_line(estimate, self.config, self.shard))
+            on_estimate(self._line(estimate))
             require_fits_on(estimate, self.options.device)
         budget = ExpansionBudget(self.options.expanded_weights_bytes, self.options.uses_kernels)
         self.transformer = Transformer(
@@ -88,6 +88,11 @@ class LoadedModel:
         return make_exchange(self.options.exchange, tensors, rows_group=rows_group)
 
     # ---- memory --------------------------------------------------------------------------------
+
+    def _line(self, estimate: MemoryEstimate) -> str:
+        line = memory_line(estimate, self.config, self.shard)
+        share = self.options.gpu_memory_utilization
+        return line if share is None else f"{line}; the cache grows to fill {share:.0%} of the GPU"
 
     def _estimate(
         self, options: EngineOptions, scheduler_options: Mapping[str, Any]
