@@ -39,7 +39,7 @@ from mdi_exec.rank_worker import (
     Setup,
     run_rank,
 )
-from mdi_exec.request_state import RequestOutput, RequestState, check_prompt
+from mdi_exec.request_state import RequestOutput, RequestState, check_prompt, ints32
 from mdi_exec.sampling import SamplingParams
 from mdi_exec.tokenizer import Tokenizer
 from mdi_shared.config import SchedulerConfig
@@ -144,7 +144,7 @@ class GroupEngine:
             raise ConfigError("req_id", name, "is in use by an unfinished request")
         params, rank = self.draw_seed(params), rank or 0
         state = RequestState(
-            req_id=name, prompt_len=len(prompt_token_ids), tokens=list(prompt_token_ids),
+            req_id=name, prompt_len=len(prompt_token_ids), tokens=ints32(prompt_token_ids),
             params=params, arrival_ns=self.now_ns() if arrival_ns is None else arrival_ns,
             row=self._num_added,
         )  # fmt: skip
@@ -248,7 +248,7 @@ class GroupEngine:
 
     def _note(self, news: OutputNews) -> RequestOutput:
         state, _ = self._live[news.req_id]
-        state.tokens += news.token_ids
+        state.tokens.extend(news.token_ids)
         state.logprobs += news.logprobs
         state.finish_reason = news.finish_reason
         if news.finish_reason is not None:
