@@ -3,7 +3,8 @@
 The engine serves equal requests. Its runner makes each step's inputs, as for a GPU with decode
 graphs, packs them into a buffer, and answers with made-up tokens at once; the rest of a turn is
 planning and showing results. Times are the thread's own, medians over steps; prefill steps are
-chunks of one long prompt. It measures the host's Python, so it needs no GPU.
+chunks of one long prompt. It measures the host's Python, so it needs no GPU. The last line of
+output is one JSON document.
 
     python benchmarks/bench_turns.py [--batches 1 8 100 256] [--context 4096] [--steps 100]
         [--chunk 8192] [--max-model-len 131072] [--profile N]
@@ -11,6 +12,7 @@ chunks of one long prompt. It measures the host's Python, so it needs no GPU.
 
 import argparse
 import cProfile
+import json
 import pstats
 import statistics
 import time
@@ -33,6 +35,7 @@ from mdi_shared.plan import StepPlan
 from mdi_shared.scheduler import Scheduler
 
 VOCABULARY = 129_280
+MOST_CHUNKS = 12
 COLUMNS = {"step": 14, "rows": 6, "turn us": 9, "inputs us": 10, "packing us": 11, "rest us": 9}
 
 
@@ -120,7 +123,11 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=131_072)
     parser.add_argument("--profile", type=int, metavar="N", help="show the N costliest functions")
     options = parser.parse_args()
-    print(", ".join(f"{k} {v}" for k, v in conditions(torch.device("cpu")).items()), flush=True)
+    chunks = min(MOST_CHUNKS, (options.max_model_len - 1) // options.chunk)
+    if not chunks or options.context + options.steps > options.max_model_len:
+        parser.error("--max-model-len must hold --context and --steps, and --chunk")
+    about = conditions(torch.device("cpu"))
+    print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
     table = Table("Host time of engine turns", COLUMNS)
     table.head()
     profile = cProfile.Profile()
@@ -133,10 +140,11 @@ def main() -> None:
         spent = serve()
         profile.disable()
         table.add(*measure("decode", batch, runner, spent, options.steps // 2))
-    runner, serve = turns(1, 12 * options.chunk, 1, options.chunk, options.max_model_len)
-    table.add(*measure("prefill chunk", options.chunk, runner, serve(), 10))
+    runner, serve = turns(1, chunks * options.chunk, 1, options.chunk, options.max_model_len)
+    table.add(*measure("prefill chunk", options.chunk, runner, serve(), chunks))
     if options.profile:
         pstats.Stats(profile).sort_stats("tottime").print_stats(options.profile)
+    print(json.dumps({"conditions": about, "turns": table.rows}))
 
 
 if __name__ == "__main__":
