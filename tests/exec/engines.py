@@ -32,8 +32,9 @@ class Watch:
 
     def launch(self, plan, requests):
         self.plans.append(plan)
-        if plan.seq_ids:
-            self._contexts.append([item.k for item in plan.items if item.is_last_chunk])
+        contexts = [item.k for item in plan.items if item.is_last_chunk]
+        if contexts:  # logits of nobody are not shown
+            self._contexts.append(contexts)
         return self._launch(plan, requests)
 
     def keep(self, requests, logits):
