@@ -21,8 +21,6 @@ occasion. To try it without a GPU: tiny --device cpu --sizes small --seconds 2.
 """
 
 import argparse
-import copy
-import gc
 import shlex
 import sys
 import tempfile
@@ -38,14 +36,11 @@ import torch
 from gpu_timing import conditions
 from record_workloads import CAMPAIGNS, REPLAY, SIZES, Job, Workload, workloads
 
-from mdi_exec.cache import CacheLayout
 from mdi_exec.engine import LLMEngine
 from mdi_exec.llm import LLM
 from mdi_exec.make_checkpoint import make_checkpoint
-from mdi_exec.options import GB, split_options
 from mdi_exec.sampling import SamplingParams
 from mdi_exec.serve_trace import TraceClient
-from mdi_shared.cost_file import read_cost_file
 from mdi_shared.errors import ConfigError
 from mdi_traces.columns import ints
 from mdi_traces.requests import RequestTrace
@@ -54,23 +49,6 @@ from minideepinfer.commands.executor import engine_options
 
 MOST_BYTES = 2_000_000
 LOWEST_ID = 3  # ids 0 to 2 are begin, end and padding
-
-
-def restarted(llm: LLM, options: dict[str, Any]) -> LLM:
-    """Return the loaded model behind a new engine and cache; the old ones are closed."""
-    llm.engine.close()
-    fresh = copy.copy(llm)
-    del llm.engine, fresh.engine
-    gc.collect()  # cache and graphs of the old engine may hang in reference cycles
-    if llm.model.device.type == "cuda":
-        torch.cuda.empty_cache()
-    fresh.options, scheduler_options = split_options(options)
-    path = fresh.options.cost_model
-    fresh._cost_model = None if path is None else read_cost_file(path)
-    layout = CacheLayout(config=llm.config, numerics=llm.model.numerics)
-    fresh.scheduler_config = fresh._sized(layout, scheduler_options, GB)
-    fresh.engine = fresh._engine(layout)
-    return fresh
 
 
 def serve_groups(
@@ -201,18 +179,20 @@ def main() -> None:
              "num_blocks": 2 * (chunk // 128 + 8)}  # fmt: skip
     with model_of(options) as model:
         begin = time.perf_counter()
-        llm = LLM(model, **{**first, **given})
+        idle = {**first, **given}
+        llm = LLM(model, **idle)
         warm_up(llm, chunk)
         print(f"loaded and warm after {time.perf_counter() - begin:.1f} s", flush=True)
         for workload, own in todo:
             prefix = options.out / workload.name
-            llm = restarted(llm, {**workload.options, **given, **own, "record": str(prefix)})
+            llm.reopen(**{**workload.options, **given, **own, "record": str(prefix)})
             run = record(llm, workload, options.seconds, options.most_seconds, provenance)
+            llm.reopen(**idle)  # saves the run too; ours, which says where it is from, comes after
             size = save(run, prefix)
             served = run.metadata.config["provenance"]
             print(f"{workload.name}: {len(run.steps_table)} steps, {len(run.requests_table)} "
                   f"requests, {served['wall_s']} s, {size / 1e3:.0f} kB", flush=True)  # fmt: skip
-        llm.engine.close()
+        llm.close()
 
 
 if __name__ == "__main__":

@@ -37,6 +37,27 @@ class BatchItem(NamedTuple):
     prompt_len: int = 0
 
 
+class BatchColumns(NamedTuple):
+    """The fields of `BatchItem`, each for all sequences of a batch."""
+
+    qs: Sequence[int]
+    ks: Sequence[int]
+    slots: Sequence[int]
+    block_tables: Sequence[Sequence[int]]
+    num_logits: Sequence[int]
+    prompt_lens: Sequence[int]
+
+    @classmethod
+    def of(cls, items: Sequence[BatchItem]) -> "BatchColumns":
+        assert items, "a batch needs at least one sequence"
+        return cls(*zip(*items, strict=True))
+
+    def padded(self, item: BatchItem, count: int) -> "BatchColumns":
+        """Return the columns with `count` times an item at their ends."""
+        columns: Any = zip(self, item, strict=True)
+        return BatchColumns(*([*column, *[value] * count] for column, value in columns))
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class HostBatch:
     """A batch on the host: what `Batch` holds, as numpy arrays under the same names.
@@ -52,30 +73,30 @@ class HostBatch:
     @classmethod
     def lay_out(
         cls,
-        items: Sequence[BatchItem],
+        seqs: BatchColumns,
         token_ids: Sequence[int] | Array,
         *,
         replay_keep_tokens: int = 0,
         table_width: int = 0,
     ) -> "HostBatch":
-        """Lay out `items`, whose new tokens stand in `token_ids` one sequence after another.
+        """Lay out `seqs`, whose new tokens stand in `token_ids` one sequence after another.
 
         Block tables are cut to what k needs and are at least `table_width` wide.
         `replay_keep_tokens` as in `Batch.build`.
         """
-        assert items, "a batch needs at least one sequence"
-        columns = np.array([(i.q, i.k, i.slot, i.num_logits, i.prompt_len or i.k) for i in items],
-                           dtype=np.int64)  # fmt: skip
-        q, k, slots, logits, prompt = columns.T
-        assert ((q >= 1) & (q <= k)).all(), f"each item needs 1 <= q <= k, got {items}"
-        assert (logits <= q).all(), f"num_logits beyond the item's rows: {items}"
+        q, k, slots, logits, prompt = (
+            np.array(column, dtype=np.int64)
+            for column in (seqs.qs, seqs.ks, seqs.slots, seqs.num_logits, seqs.prompt_lens)
+        )
+        prompt = np.where(prompt == 0, k, prompt)
+        assert ((q >= 1) & (q <= k)).all(), f"each sequence needs 1 <= q <= k, got {seqs}"
+        assert (logits <= q).all(), f"num_logits beyond the sequence's rows: {seqs}"
         assert len(token_ids) == q.sum(), f"{len(token_ids)} token ids for {q.sum()} rows"
-        width = max(table_width, -(-int(k.max()) // BLOCK_TOKENS))
-        tables = np.zeros((len(items), width), dtype=np.int32)
-        for row, item in enumerate(items):
-            assert len(item.block_table) * BLOCK_TOKENS >= item.k, f"block table too short: {item}"
-            num_blocks = -(-item.k // BLOCK_TOKENS)
-            tables[row, :num_blocks] = item.block_table[:num_blocks]
+        num_blocks = (-(-k // BLOCK_TOKENS)).tolist()
+        tables = np.zeros((len(k), max(table_width, *num_blocks)), dtype=np.int32)
+        for row, (table, count) in enumerate(zip(seqs.block_tables, num_blocks, strict=True)):
+            assert len(table) >= count, f"block table too short: {len(table)} for k = {k[row]}"
+            tables[row, :count] = table[:count]
         keep_from = np.maximum(prompt - replay_keep_tokens, 0) if replay_keep_tokens else 0 * prompt
         arrays: dict[str, Array] = {
             "block_tables": tables, "slots": slots,
@@ -163,7 +184,7 @@ class Batch:
         compute only the last that many positions of each prompt. Asserts that items fit together.
         """
         ids = token_ids.cpu().numpy() if isinstance(token_ids, Tensor) else token_ids
-        host = HostBatch.lay_out(items, ids, replay_keep_tokens=replay_keep_tokens)
+        host = HostBatch.lay_out(BatchColumns.of(items), ids, replay_keep_tokens=replay_keep_tokens)
         return cls.place(host, Staging(device).upload(host.arrays), is_image=is_image)
 
     @classmethod

@@ -122,3 +122,10 @@ class DeviceCache:
         self.engram_ids = torch.full(
             (num_slots * layout.history_rows,), BLOCKED, dtype=torch.int32, device=on
         )
+
+    def free(self) -> None:
+        """Give up the memory; no step may use the cache any more."""
+        self.windows.clear()
+        for pools in (self.entries, self.keys, self.tails):
+            pools.clear()
+        self.engram_ids = self.engram_ids[:0].clone()

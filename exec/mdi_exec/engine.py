@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from mdi_exec.errors import EngineStoppedError
 from mdi_exec.parallel import HAS_COME, MAY_COME, NOTHING_COMES, RankGroup
 from mdi_exec.recording import NO_ARRIVAL, LaunchTimes, Recording
-from mdi_exec.request_state import RequestOutput, RequestState, check_prompt
+from mdi_exec.request_state import RequestOutput, RequestState, check_prompt, ints32
 from mdi_exec.runner import ModelRunner, Pending, StepTokens
 from mdi_exec.sampling import SamplingParams
 from mdi_exec.tokenizer import Tokenizer
@@ -137,7 +137,7 @@ class LLMEngine:
             state = RequestState(
                 req_id=name,
                 prompt_len=len(prompt_token_ids),
-                tokens=list(prompt_token_ids),
+                tokens=ints32(prompt_token_ids),
                 params=params,
                 arrival_ns=self.now_ns() if arrival_ns is None else arrival_ns,
                 row=self._num_added,
@@ -229,13 +229,17 @@ class LLMEngine:
         while self.scheduler.has_unfinished() or self.scheduler.num_in_flight or not self._is_idle:
             self._guarded_turn()
 
-    def close(self) -> None:
-        """Stop the device worker and leave the group; harmless when done twice."""
-        self._stop("it was closed")
+    def close(self, *, leaves_group: bool = True) -> None:
+        """Stop the device worker, free the cache and leave the group; harmless when done twice.
 
-    def _stop(self, reason: str) -> None:
+        Another engine may serve on in a group that was not left; no step may be in flight then.
+        """
+        self._stop("it was closed", leaves_group=leaves_group)
+
+    def _stop(self, reason: str, *, leaves_group: bool = True) -> None:
         self._stopped = self._stopped or reason
-        self.group.close()  # first: the worker may be waiting for another rank
+        if leaves_group:
+            self.group.close()  # first: the worker may be waiting for another rank
         self.runner.close()
 
     def _require_open(self) -> None:
@@ -378,7 +382,7 @@ class LLMEngine:
         for index, (seq_id, state, new) in enumerate(columns):
             if not new:
                 continue
-            state.tokens += new
+            state.tokens.extend(new)
             state.logprobs.append(flight.tokens.logprobs[index])
             if seq_id in ended:
                 self._finish(ended[seq_id], new)

@@ -69,6 +69,11 @@ class DecodeGraphs:
         for size in reversed(self.sizes):
             self._graph(size)
 
+    def free(self) -> None:
+        """Give up all graphs and their memory; the device must be done with them."""
+        self._graphs.clear()
+        self._pool = None
+
     def forward(self, inputs: StepInputs, staging: Staging) -> Forwarded:
         """Copy a padded step's inputs and replay its model graph; results stand in fixed memory."""
         graph = self._graph(inputs.graph_size)

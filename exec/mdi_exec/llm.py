@@ -3,46 +3,27 @@
     with LLM("path/or/hub-id", max_model_len=4096, kv_cache_memory_gb=2.0) as llm:
         outputs = llm.generate(["Hello"], SamplingParams(max_tokens=16))
 
-Read next: `options.py` (what can be set), `engine.py` (what runs).
+Read next: `options.py` (what can be set), `loaded.py` (the model), `engine.py` (what runs).
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
-from mdi_exec.cache import CacheLayout, DeviceCache
 from mdi_exec.engine import LLMEngine
-from mdi_exec.exchange import ExpertExchange, ExpertShard, make_exchange
-from mdi_exec.memory import StepLimits, estimate_memory, require_fits_on
-from mdi_exec.model.shape import shape_of
-from mdi_exec.model.transformer import Transformer
-from mdi_exec.model.weights import ExpansionBudget, Weights
+from mdi_exec.errors import EngineStoppedError
+from mdi_exec.loaded import CostModel, LoadedModel
 from mdi_exec.model_source import open_model
-from mdi_exec.numerics import Numerics
-from mdi_exec.options import DEFAULT_KV_CACHE_GB, GB, scheduler_config, split_options
+from mdi_exec.options import EngineOptions, split_options
 from mdi_exec.parallel import RankAddress, RankGroup, join_group, own_device, require_even_experts
-from mdi_exec.recording import Recording, hardware_name
 from mdi_exec.request_state import RequestOutput
-from mdi_exec.runner import ModelRunner
-from mdi_exec.sampler import Sampler
 from mdi_exec.sampling import SamplingParams, params_for_each
 from mdi_exec.workers import GroupEngine
-from mdi_shared.chunking import fallback_note, make_policy
-from mdi_shared.config import SchedulerConfig
-from mdi_shared.cost import StepCost
 from mdi_shared.cost_file import read_cost_file
 from mdi_shared.errors import ConfigError
-from mdi_shared.hardware import H200
-from mdi_shared.linear_cost import LinearCost
 from mdi_shared.placement import placement_by_name
-from mdi_shared.predicted_cost import PredictedCost
-from mdi_shared.roofline import RooflineCost
-from mdi_shared.scheduler import Scheduler
-from mdi_shared.shape import ModelShape
 
 Prompt = str | Sequence[int]
 
@@ -53,30 +34,42 @@ class LLM:
     `model` is a checkpoint directory, a hub id, or "random:<preset>" for weights made up on the
     device (`model_source.py`). Keyword options are those of `EngineOptions` and
     `SchedulerConfig`; an unknown one raises `ConfigError` listing them all. Raises
-    `CheckpointError` when the checkpoint is not what its config says. `notes` are lines that the
-    user should see, such as why another chunk policy runs than the one asked for.
+    `CheckpointError` when the checkpoint is not what its config says. `on_estimate` is called with
+    a line per rank on the memory it will take, before it loads: on a GPU, and on any device in a
+    group; without it the lines are logged (INFO). `notes` are lines that the user should see, such
+    as why another chunk policy runs than the one asked for.
     """
 
-    def __init__(self, model: str | Path, **options: object) -> None:
+    def __init__(
+        self, model: str | Path, *, on_estimate: Callable[[str], None] | None = None,
+        **options: object,
+    ) -> None:  # fmt: skip
         self.options, scheduler_options = split_options(options)
-        path = self.options.cost_model  # read first: a bad file is no reason to load weights
-        self._cost_model = None if path is None else read_cost_file(path)
+        # Read first: a bad file is no reason to load weights.
+        cost_model = _read_cost_model(self.options)
+        tell = on_estimate if on_estimate is not None else logging.getLogger(__name__).info
         self.notes: tuple[str, ...] = ()
         self.group = RankGroup()
+        self.loaded: LoadedModel | None = None
         self._placement = placement_by_name(self.options.placement)
         self._num_placed = 0
         self._is_closed = False
         address = RankAddress.from_environment()
         if address is None and self.options.data_parallel_size > 1:
-            self._start_ranks(model, options)
+            self._start_ranks(model, options, tell)
             return
         self.options.require_group(1 if address is None else address.size)
         if address is not None:
             self.group = join_group(address, self.options.group_timeout_s)
         with self.group.ends_with():
-            self._load(model, scheduler_options)
+            self.loaded = LoadedModel(model, self.options, scheduler_options, self.group, tell)
+            self.source, self.model = self.loaded.source, self.loaded.transformer
+            self.config, self.tokenizer = self.loaded.config, self.loaded.tokenizer
+            self._open(self.loaded, self.loaded.options, scheduler_options, cost_model)
 
-    def _start_ranks(self, model: str | Path, options: dict[str, Any]) -> None:
+    def _start_ranks(
+        self, model: str | Path, options: dict[str, Any], tell: Callable[[str], None]
+    ) -> None:
         """Be the front of a group whose ranks are child processes; no model is loaded here."""
         size = self.options.data_parallel_size
         self.options.require_group(size)
@@ -85,149 +78,55 @@ class LLM:
         require_even_experts(self.config, size)
         self.engine: LLMEngine | GroupEngine = GroupEngine(
             model, options, size=size, port=self.options.group_port, seed=self.options.seed,
-            vocab_size=self.config.vocab_size, tokenizer=self.tokenizer,
+            vocab_size=self.config.vocab_size, tokenizer=self.tokenizer, on_estimate=tell,
         )  # fmt: skip
         self.scheduler_config = self.engine.scheduler_config
 
-    def _load(self, model: str | Path, scheduler_options: dict[str, Any]) -> None:
-        """Load the model and make the engine of this process."""
-        self.options = replace(self.options, device=own_device(self.options.device, self.group))
-        self.source = open_model(model, self.options.device, self.options.revision)
-        self.config, self.tokenizer = self.source.config, self.source.tokenizer
-        require_even_experts(self.config, self.group.size)
-        self.options.require_weights_fit(self.source.weight_bytes)
-        numerics = Numerics(self.options.numerics)
-        layout = CacheLayout(config=self.config, numerics=numerics)
-        self.shard = ExpertShard(self.group.rank, self.group.size)
-        workspace = self._require_memory(layout, scheduler_options)
-        self.model = Transformer(
-            self.config,
-            Weights(self.source.tensors, self.options.device, budget=self._budget(),
-                    shard=self.shard),
-            token_map=self.source.token_map,
-            numerics=numerics,
-            exchange=self._exchange(),
-        )  # fmt: skip
-        self.scheduler_config = self._agreed(
-            self._sized(layout, scheduler_options, self.options.kv_bytes(workspace))
-        )
-        self.engine = self._engine(layout)
+    def _open(
+        self, loaded: LoadedModel, options: EngineOptions, scheduler_options: dict[str, Any],
+        cost_model: CostModel | None,
+    ) -> None:  # fmt: skip
+        """Serve with a fresh engine from now on."""
+        self.engine, self.notes = loaded.engine(options, scheduler_options, cost_model)
+        self.options, self.scheduler_config = options, self.engine.scheduler.config
 
-    def _agreed(self, config: SchedulerConfig) -> SchedulerConfig:
-        """Make sure that all ranks have the same model and options; a pool sized by the GPU's free
-        memory becomes the smallest one's.
+    def reopen(self, **options: object) -> None:
+        """Serve on with other options: a fresh engine and cache on the weights that are loaded.
+
+        Options are those of `LLM`. One that is not given has its default again, but those of
+        loading (`options.LOADING`) stay what they are. The recording so far is saved, requests
+        that still run are dropped, the old cache and graphs are freed. Under torchrun all ranks
+        call this together, between two `generate`s.
+
+        Raises `ConfigError`, before anything is closed, for an option of loading that would
+        change, for whatever `LLM` refuses, and for a group whose ranks this LLM has started; and,
+        once the old engine is closed, for a cache that will not fit. Raises `EngineStoppedError`
+        after `close`.
         """
-        if self.options.gpu_memory_utilization is not None:
-            smallest = min(blocks for (blocks,) in self.group.gather((config.num_blocks,)))
-            config = replace(config, num_blocks=smallest)
-        own = {"device", "record", "group_port", "group_timeout_s"}
-        engine = {n: v for n, v in asdict(self.options).items() if n not in own}
-        self.group.require_equal(
-            {"checkpoint": self.source.fingerprint, **engine, **asdict(config)}
-        )
-        return config
+        loaded = self.loaded
+        if loaded is None:
+            size = self.options.data_parallel_size
+            raise ConfigError("data_parallel_size", size, "ranks that the LLM has started cannot "
+                              "be reopened; make another LLM")  # fmt: skip
+        if self._is_closed:
+            raise EngineStoppedError("it was closed")
+        if "device" in options:  # a rank that was given "cuda" has one of the GPUs
+            options["device"] = own_device(str(options["device"]), self.group)
+        engine_options, scheduler_options = split_options(loaded.options.keep_loading(options))
+        loaded.planned_config(engine_options, scheduler_options)
+        cost_model = _read_cost_model(engine_options)
+        with self.group.ends_with():
+            self._save_last()
+            self.rank_engine.close(leaves_group=False)
+            loaded.require_room(engine_options, scheduler_options)
+            self._open(loaded, engine_options, scheduler_options, cost_model)
+        self._placement, self._num_placed = placement_by_name(self.options.placement), 0
 
     @property
     def rank_engine(self) -> LLMEngine:
         """This process's own engine; the front of a group that has started its ranks has none."""
         assert isinstance(self.engine, LLMEngine), "this process has no rank"
         return self.engine
-
-    def _exchange(self) -> ExpertExchange:
-        tensors = self.group.tensor_group(torch.device(self.options.device))
-        rows_group = self.group.rows_group() if self.options.device != "cpu" else None
-        return make_exchange(self.options.exchange, tensors, rows_group=rows_group)
-
-    def _budget(self) -> ExpansionBudget:
-        return ExpansionBudget(self.options.expanded_weights_bytes, self.options.uses_kernels)
-
-    def _sized(
-        self, layout: CacheLayout, options: dict[str, Any], kv_bytes: float
-    ) -> SchedulerConfig:
-        return scheduler_config(
-            options, layout, kv_bytes, eos_token_id=self.config.eos_token_id,
-            max_positions=self.config.max_position_embeddings,
-        )  # fmt: skip
-
-    def _require_memory(self, layout: CacheLayout, options: dict[str, Any]) -> int:
-        """Refuse, before anything is loaded, a model that will not fit on its GPU.
-
-        Returns the bytes a step may need beside weights and cache (0 on a CPU).
-        """
-        if self.options.device == "cpu":
-            return 0
-        # A cache sized by what is left fits by itself: here it counts as a small one.
-        is_sized = self.options.gpu_memory_utilization is None
-        kv_bytes = self.options.kv_bytes(0) if is_sized else DEFAULT_KV_CACHE_GB * GB
-        config = self._sized(layout, options, kv_bytes)
-        limits = StepLimits(rows=config.token_budget, seqs=config.max_num_seqs,
-                            context=config.max_model_len)  # fmt: skip
-        estimate = estimate_memory(
-            layout, limits, num_blocks=config.num_blocks, num_slots=config.num_slots,
-            copies_limit=self.options.expanded_weights_bytes,
-            for_kernels=self.options.uses_kernels, shard=self.shard,
-        )  # fmt: skip
-        require_fits_on(estimate, self.options.device)
-        return estimate.workspace
-
-    def _engine(self, layout: CacheLayout) -> LLMEngine:
-        config, device = self.scheduler_config, self.options.device
-        shape = shape_of(
-            self.config,
-            self.source.name,
-            replay_keep_tokens=self.options.replay_keep_tokens,
-        )
-        cache = DeviceCache(
-            layout, num_blocks=config.num_blocks, num_slots=config.num_slots, device=device
-        )
-        sampler = Sampler(
-            self.config.vocab_size, eos_token_id=self.config.eos_token_id, device=device
-        )
-        runner = ModelRunner(
-            self.model,
-            cache,
-            sampler,
-            replay_keep_tokens=self.options.replay_keep_tokens,
-            graph_limits=(
-                (config.max_num_seqs, config.max_model_len)
-                if self.options.use_cuda_graphs
-                else None
-            ),
-            measures_experts=self.options.record is not None,
-            group=self.group,
-        )
-        cost = self._chunk_cost(shape)
-        recording = None
-        if self.options.record is not None:
-            recording = Recording(
-                shape,
-                hardware=hardware_name(device),
-                options={"engine": asdict(self.options), "chunk_cost": cost.describe()},
-                rank=self.group.rank,
-            )
-        return LLMEngine(
-            Scheduler(config, make_policy(config, shape, cost)),
-            runner,
-            vocab_size=self.config.vocab_size,
-            tokenizer=self.tokenizer,
-            recording=recording,
-            seed=self.options.seed,
-            group=self.group,
-        )
-
-    def _chunk_cost(self, shape: ModelShape) -> StepCost:
-        """Return the step times that the chunk policy asks, and note what speaks against them."""
-        model = self._cost_model
-        cost: StepCost = RooflineCost(H200, shape) if model is None else model
-        notes = [fallback_note(self.scheduler_config, cost)]
-        made_for = model.fit.get("model") if isinstance(model, LinearCost) else None
-        if isinstance(model, PredictedCost):
-            made_for = model.shape.name
-        if made_for not in (None, shape.name):
-            path = self.options.cost_model
-            notes.append(f"{path} was made for {made_for}, but {shape.name} runs")
-        self.notes = tuple(note for note in notes if note is not None)
-        return cost
 
     def generate(
         self,
@@ -307,12 +206,16 @@ class LLM:
             return
         self._is_closed = True
         try:
-            if not self.group.is_open:
-                self._save_own_part()
-            elif not self.engine.is_stopped or self.engine.num_ranks == 1:
-                self.save_recording()
+            self._save_last()
         finally:
             self.engine.close()
+
+    def _save_last(self) -> None:
+        """Save the recording of an engine that will be closed."""
+        if not self.group.is_open:
+            self._save_own_part()
+        elif not self.engine.is_stopped or self.engine.num_ranks == 1:
+            self.save_recording()
 
     def close_rank(self) -> None:
         """Close a rank whose recording somebody else saves, unless the group has failed."""
@@ -378,3 +281,7 @@ class LLM:
             raise ConfigError("prompts", prompt, "the checkpoint has no tokenizer.json; give "
                               "token ids")  # fmt: skip
         return self.tokenizer.encode(prompt)
+
+
+def _read_cost_model(options: EngineOptions) -> CostModel | None:
+    return None if options.cost_model is None else read_cost_file(options.cost_model)

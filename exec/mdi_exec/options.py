@@ -22,6 +22,11 @@ DEFAULT_MAX_MODEL_LEN = 4_096
 DEFAULT_KV_CACHE_GB = 1.0
 DEFAULT_EXPANDED_WEIGHTS_GB = 1.0  # on a CPU, where only reference ops run
 DEFAULT_COPIES_GB = 16.0  # on a GPU: what all dense weights of the released model take, and more
+LOADING = (
+    "device", "numerics", "revision", "weight_cache_memory_gb", "expanded_weights_memory_gb",
+    "data_parallel_size", "expert_parallel_size", "exchange", "group_port", "group_timeout_s",
+)  # fmt: skip
+"""Options that a loaded model keeps; all others belong to the engine that serves it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +116,18 @@ class EngineOptions:
             raise ConfigError("expert_parallel_size", self.expert_parallel_size,
                               f"must equal the number of ranks, data_parallel_size = {size}, in "
                               "this version")  # fmt: skip
+
+    def keep_loading(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `options` with those of loading as they are here.
+
+        Raises `ConfigError` for one that `options` would change.
+        """
+        kept = {name: getattr(self, name) for name in LOADING}
+        for name, value in kept.items():
+            if options.get(name, value) != value:
+                raise ConfigError(name, options[name], f"the model was loaded with {value!r}, and "
+                                  "another value needs another LLM")  # fmt: skip
+        return {**options, **kept}
 
     @property
     def uses_kernels(self) -> bool:

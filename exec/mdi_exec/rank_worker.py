@@ -75,6 +75,13 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
+class Estimate:
+    """What the rank will take of its device's memory, in words; it loads after that."""
+
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """The first answer: the rank is loaded. `description` is None when nothing is recorded."""
 
@@ -136,7 +143,9 @@ class _Worker:
         from mdi_exec.llm import LLM  # which imports `workers`
 
         self.pipe = pipe
-        self.llm = LLM(setup.model, **setup.options)
+        self.llm = LLM(
+            setup.model, on_estimate=lambda line: pipe.send(Estimate(line)), **setup.options
+        )
         self.engine = self.llm.rank_engine
         self._asked: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._serving = threading.Event()

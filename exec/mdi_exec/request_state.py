@@ -3,7 +3,8 @@
 Read next: `engine.py` (who keeps these), `sampling.py` (how tokens are chosen).
 """
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mdi_exec.sampling import SamplingParams
@@ -17,18 +18,25 @@ Logprobs = dict[int, float]
 class RequestState:
     """One request: `tokens` are prompt and visible output; `row` counts requests as they came.
 
-    `logprobs` has one entry per output token: the drawn token and the best alternatives.
+    Tokens and the block table are int32 arrays (`ints32`), of which a step copies its part at
+    once: long lists would be converted number by number while the device waits. `logprobs` has one
+    entry per output token: the drawn token and the best alternatives.
     """
 
     req_id: str
     prompt_len: int
-    tokens: list[int]
+    tokens: "array[int]"
     params: SamplingParams
     arrival_ns: int
     row: int
     logprobs: list[Logprobs] = field(default_factory=list)
-    block_table: list[int] = field(default_factory=list)
+    block_table: "array[int]" = field(default_factory=lambda: ints32())
     finish_reason: str | None = None
+
+
+def ints32(values: Iterable[int] = ()) -> "array[int]":
+    """Return integers as an array that grows like a list and that numpy reads without copying."""
+    return array("i", values)
 
 
 def check_prompt(prompt_token_ids: list[int], params: SamplingParams, vocab_size: int) -> None:

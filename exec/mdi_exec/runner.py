@@ -148,11 +148,14 @@ class ModelRunner:
                 self.graphs.warm_up()
 
     def close(self) -> None:
-        """Finish what is launched and let the worker go."""
+        """Finish what is launched, let the worker go, free cache and graphs; harmless twice."""
         if self._worker is not None:
             self._worker.shutdown(wait=True)
         else:
             torch.cuda.synchronize(self.model.device)
+        if self.graphs is not None:
+            self.graphs.free()
+        self._program.cache.free()
 
     def launch(self, plan: StepPlan, requests: Sequence[RequestState]) -> "tuple[Pending, int]":
         """Start a step and return at once; `requests` are its sequences, in plan order.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mdi_exec.ops.backend import select
-from mdi_exec.ops.gumbel import FRESH, gumbel_noise, signed
+from mdi_exec.ops.gumbel import FRESH, gumbel_noise
 from mdi_exec.sampling import NO_GOLDEN, SamplingParams
 from mdi_exec.staging import Array, Staging
 from mdi_shared.errors import ConfigError
@@ -87,20 +87,22 @@ class SamplingRows:
     def columns(draws: Sequence[Draw]) -> dict[str, Array]:
         """Return the tensors' values as host arrays, by name."""
         params = [draw.params for draw in draws]
+        outputs = [draw.output_index for draw in draws]
         temperature = np.array([p.temperature for p in params], dtype=np.float64)
         is_cold = temperature < COLDEST
         top_k = np.array([p.top_k for p in params], dtype=np.int64)
-        golden = [d.params.golden_token(d.output_index) for d in draws]
-        bans_eos = [d.params.first_n_token_no_eos > d.output_index for d in draws]
+        golden = [p.golden_token(i) if p.golden_token_ids else NO_GOLDEN
+                  for p, i in zip(params, outputs, strict=True)]  # fmt: skip
+        banned_until = np.array([p.first_n_token_no_eos for p in params], dtype=np.int64)
         return {
-            "seeds": np.array([signed(p.seed) for p in params], dtype=np.int64),
+            "seeds": np.array([p.seed for p in params], dtype=np.uint64).view(np.int64),
             "positions": np.array([draw.position for draw in draws], dtype=np.int64),
             "temperature": np.maximum(temperature, COLDEST),
             "top_p": np.where(is_cold, 1.0, np.array([p.top_p for p in params], np.float64)),
             "top_k": np.where(is_cold | (top_k == NO_TOP_K), MOST_RANKS, top_k),
             "golden_ids": np.array(golden, dtype=np.int64),
             "is_greedy": temperature == 0,
-            "bans_eos": np.array(bans_eos, dtype=np.bool_),
+            "bans_eos": banned_until > np.array(outputs, dtype=np.int64),
         }
 
     @classmethod

@@ -4,19 +4,22 @@ Everything is read off the requests when the step is launched: by the time it ru
 on. Read next: `step_program.py` (what the device makes of it), `runner.py`.
 """
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from mdi_exec.batch import BLOCK_TOKENS, BatchItem, HostBatch
-from mdi_exec.request_state import RequestState
+from mdi_exec.batch import BLOCK_TOKENS, BatchColumns, BatchItem, HostBatch
+from mdi_exec.request_state import RequestState, ints32
 from mdi_exec.sampler import Draw, SamplingNeeds, SamplingRows
 from mdi_exec.sampling import SamplingParams
 from mdi_exec.staging import Array
 from mdi_shared.plan import StepPlan
 
 GIVEN = -1  # source of a row whose token the host knows
+_ALL_GIVEN = array("q", [GIVEN])
+_TO_COME = ints32([0])
 _PLACEHOLDER = BatchItem(1, 1, 0, (0,), 1)
 _NOTHING_ASKED = SamplingParams(temperature=0.0, seq_seed=0)
 
@@ -58,10 +61,12 @@ class DecodeShape:
     def placeholders(self) -> StepInputs:
         """Return a step of placeholder rows alone."""
         host = HostBatch.lay_out(
-            [_PLACEHOLDER] * self.size, [0] * self.size, table_width=self.table_width
+            BatchColumns.of([_PLACEHOLDER] * self.size),
+            [0] * self.size,
+            table_width=self.table_width,
         )
         draws = [Draw(_NOTHING_ASKED, 0, 0)] * self.size
-        return _inputs(host, [GIVEN] * self.size, [], draws, self.size)
+        return _inputs(host, _ALL_GIVEN * self.size, [], draws, self.size)
 
 
 def placeholder_prompt(rows: int) -> StepInputs:
@@ -71,8 +76,8 @@ def placeholder_prompt(rows: int) -> StepInputs:
     (engine-semantics §10).
     """
     item = BatchItem(rows, rows, 0, (0,) * -(-rows // BLOCK_TOKENS), 1)
-    host = HostBatch.lay_out([item], [0] * rows)
-    return _inputs(host, [GIVEN] * rows, [], [Draw(_NOTHING_ASKED, 0, 0)], 0)
+    host = HostBatch.lay_out(BatchColumns.of([item]), [0] * rows)
+    return _inputs(host, _ALL_GIVEN * rows, [], [Draw(_NOTHING_ASKED, 0, 0)], 0)
 
 
 def gather_inputs(
@@ -88,53 +93,63 @@ def gather_inputs(
     `sample_of` maps sequence ids to their samples of the step before, for tokens that have not
     reached the host. A decode step is padded to `shape`.
     """
-    items, token_ids, sources = [], [], []
-    sampled: list[RequestState] = []
-    draws: list[Draw] = []
     num_sampled = len(requests) - plan.is_partial
-    full_lens = plan.full_lens if plan.is_prefill else plan.ks
-    columns = zip(plan.seq_ids, plan.qs, plan.ks, plan.slots, full_lens, requests, strict=True)
-    for index, (seq_id, q, k, slot, full_len, request) in enumerate(columns):
-        table = _updated_table(request, plan.num_blocks[index], plan.new_blocks[index])
-        known = request.tokens[k - q : k]
-        if len(known) < q:
-            assert not plan.is_prefill, f"{request.req_id!r}: a prompt token is missing"
-            sources.append(sample_of[seq_id])
-            known = [0]
-        else:
-            sources += [GIVEN] * q
-        token_ids += known
-        is_sampled = index < num_sampled
-        items.append(BatchItem(q, k, slot, table, int(is_sampled), full_len))
-        if is_sampled:
-            sampled.append(request)
-            # k is also the index of the token being generated (engine-semantics §5.2).
-            draws.append(Draw(request.params, k, k - request.prompt_len))
-    padding = shape.size - len(items) if shape is not None else 0
+    sampled = list(requests[:num_sampled])
+    # k is also the index of the token being generated (engine-semantics §5.2).
+    draws = [Draw(request.params, k, k - request.prompt_len)
+             for request, k in zip(sampled, plan.ks, strict=False)]  # fmt: skip
+    token_ids, sources = _tokens(plan, requests, sample_of)
+    seqs = BatchColumns(
+        plan.qs, plan.ks, plan.slots,
+        list(map(_updated_table, requests, plan.num_blocks, plan.new_blocks)),
+        [1] * num_sampled + [0] * plan.is_partial,
+        plan.full_lens if plan.is_prefill else plan.ks,
+    )  # fmt: skip
+    if shape is not None:
+        padding = shape.size - len(requests)
+        seqs = seqs.padded(_PLACEHOLDER, padding)
+        token_ids += _TO_COME * padding
+        sources += _ALL_GIVEN * padding
+        draws += [Draw(_NOTHING_ASKED, 0, 0)] * padding
     host = HostBatch.lay_out(
-        items + [_PLACEHOLDER] * padding,
-        token_ids + [0] * padding,
+        seqs,
+        token_ids,
         # A decode row lies behind every cut, and its window does not reach back to one.
         replay_keep_tokens=replay_keep_tokens if plan.is_prefill else 0,
         table_width=shape.table_width if shape is not None else 0,
     )
-    return _inputs(
-        host, sources + [GIVEN] * padding, sampled,
-        draws + [Draw(_NOTHING_ASKED, 0, 0)] * padding, shape.size if shape is not None else 0,
-    )  # fmt: skip
+    return _inputs(host, sources, sampled, draws, shape.size if shape is not None else 0)
 
 
-def _updated_table(request: RequestState, num_blocks: int, new_blocks: Sequence[int]) -> list[int]:
+def _tokens(
+    plan: StepPlan, requests: Sequence[RequestState], sample_of: Mapping[int, int]
+) -> "tuple[array[int], array[int]]":
+    """Return each row's token, and which of the last step's samples it is (GIVEN: none)."""
+    token_ids, sources = ints32(), array("q")
+    for seq_id, q, k, request in zip(plan.seq_ids, plan.qs, plan.ks, requests, strict=True):
+        if k <= len(request.tokens):
+            token_ids += request.tokens[k - q : k]
+            sources += _ALL_GIVEN * q
+        else:
+            assert not plan.is_prefill, f"{request.req_id!r}: a prompt token is missing"
+            token_ids += _TO_COME
+            sources.append(sample_of[seq_id])
+    return token_ids, sources
+
+
+def _updated_table(
+    request: RequestState, num_blocks: int, new_blocks: Sequence[int]
+) -> "array[int]":
     """Bring a request's block table up to a plan and return it (see `StepPlan`)."""
     table = request.block_table
     if new_blocks or len(table) != num_blocks:
         del table[num_blocks - len(new_blocks) :]
-        table += new_blocks
+        table.extend(new_blocks)
     return table
 
 
 def _inputs(
-    host: HostBatch, sources: list[int], requests: list[RequestState], draws: list[Draw],
+    host: HostBatch, sources: "array[int]", requests: list[RequestState], draws: list[Draw],
     graph_size: int,
 ) -> StepInputs:  # fmt: skip
     arrays = {

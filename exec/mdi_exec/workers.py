@@ -14,6 +14,7 @@ import multiprocessing
 import random
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -30,6 +31,7 @@ from mdi_exec.rank_worker import (
     Answer,
     Ask,
     Close,
+    Estimate,
     Failed,
     OutputNews,
     Ready,
@@ -37,7 +39,7 @@ from mdi_exec.rank_worker import (
     Setup,
     run_rank,
 )
-from mdi_exec.request_state import RequestOutput, RequestState, check_prompt
+from mdi_exec.request_state import RequestOutput, RequestState, check_prompt, ints32
 from mdi_exec.sampling import SamplingParams
 from mdi_exec.tokenizer import Tokenizer
 from mdi_shared.config import SchedulerConfig
@@ -53,17 +55,19 @@ _LEAVE_S = 10.0  # for a worker to end by itself
 class GroupEngine:
     """The engines of a group, seen as one; has what `LLM` uses of `LLMEngine`.
 
-    `scheduler_config` is the ranks' common one. Raises what a worker raises while it loads.
+    `scheduler_config` is the ranks' common one. `on_estimate` is called with each rank's line on
+    the memory it will take, before it loads. Raises what a worker raises while it loads.
     """
 
     def __init__(
         self, model: str | Path, options: dict[str, Any], *, size: int, port: int, vocab_size: int,
-        tokenizer: Tokenizer | None, seed: int,
+        tokenizer: Tokenizer | None, seed: int, on_estimate: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.num_ranks = size
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
         self.more_to_come = False
+        self._on_estimate = on_estimate
         self._dice = random.Random(seed)
         self._live: dict[str, tuple[RequestState, int]] = {}
         self._num_added = 0
@@ -140,7 +144,7 @@ class GroupEngine:
             raise ConfigError("req_id", name, "is in use by an unfinished request")
         params, rank = self.draw_seed(params), rank or 0
         state = RequestState(
-            req_id=name, prompt_len=len(prompt_token_ids), tokens=list(prompt_token_ids),
+            req_id=name, prompt_len=len(prompt_token_ids), tokens=ints32(prompt_token_ids),
             params=params, arrival_ns=self.now_ns() if arrival_ns is None else arrival_ns,
             row=self._num_added,
         )  # fmt: skip
@@ -237,12 +241,14 @@ class GroupEngine:
             raise self._fail(rank, said)
         if isinstance(said, Answer):
             self._answers[rank] = said.value
+        elif isinstance(said, Estimate):
+            self._on_estimate(said.line)
         else:
             self._outputs += [self._note(news) for news in said]
 
     def _note(self, news: OutputNews) -> RequestOutput:
         state, _ = self._live[news.req_id]
-        state.tokens += news.token_ids
+        state.tokens.extend(news.token_ids)
         state.logprobs += news.logprobs
         state.finish_reason = news.finish_reason
         if news.finish_reason is not None:

@@ -63,11 +63,14 @@ def engine_options(pairs: Sequence[str] | None) -> dict[str, Any]:
 
 
 def open_model(model: str, device: str, pairs: Sequence[str] | None, **options: object) -> "LLM":
-    """Load a checkpoint; `options` beside the user's pairs, which win."""
+    """Load a checkpoint; `options` beside the user's pairs, which win.
+
+    What loading will take and what speaks against the options goes to standard error.
+    """
     require_executor()
     from mdi_exec.llm import LLM
 
-    llm = LLM(model, **{"device": device, **options, **engine_options(pairs)})
+    llm = LLM(model, on_estimate=tell, **{"device": device, **options, **engine_options(pairs)})
     for note in llm.notes:
         tell(f"note: {note}")
     return llm

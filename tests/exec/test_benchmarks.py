@@ -131,6 +131,19 @@ def test_every_op_runs_and_agrees_with_itself():
         assert {row["kernel"] for row in table} == {"no"}
 
 
+def test_turns_are_made_of_their_parts():
+    lines = run("bench_turns.py", "--batches", 1, 3, "--context", 100, "--steps", 60,
+                "--chunk", 64, "--max-model-len", 256).splitlines()  # fmt: skip
+    rows = json.loads(lines[-1])["turns"]
+    assert [(row["step"], row["rows"]) for row in rows] == [
+        ("decode", 1), ("decode", 3), ("prefill chunk", 64)
+    ]  # fmt: skip
+    for row in rows:
+        parts = [row["inputs us"], row["packing us"], row["rest us"]]
+        assert min(parts) > 0
+        assert sum(parts) == pytest.approx(row["turn us"])
+
+
 def test_recorded_runs_are_small_say_what_they_are_and_retrace(tmp_path):
     run("record_h200.py", "tiny", "--device", "cpu", "--sizes", "small", "--seconds", 1,
         "--out", tmp_path, "--campaigns", "decode", "online")  # fmt: skip

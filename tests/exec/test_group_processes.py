@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -55,12 +56,12 @@ def start_ranks(port, *extra):
     return started
 
 
-def ends_of(processes):
-    """Return (exit code, standard output, error lines) of each."""
+def ends_of(processes, prefix="error: "):
+    """Return (exit code, standard output, standard error's lines with a prefix) of each."""
     ends = []
     for process in processes:
         out, err = process.communicate(timeout=60)
-        errors = [line for line in err.splitlines() if line.startswith("error: ")]
+        errors = [line for line in err.splitlines() if line.startswith(prefix)]
         assert "Traceback" not in err
         ends.append((process.returncode, out, errors))
     return ends
@@ -69,9 +70,11 @@ def ends_of(processes):
 def test_workers_and_launched_ranks_give_the_tokens_of_one_process():
     launched = start_ranks(free_port(), [], [])
     params = [SamplingParams(max_tokens=3, ignore_eos=True, seq_seed=i) for i in range(3)]
-    with LLM(CHECKPOINT, **OPTIONS) as llm:
+    said = []
+    with LLM(CHECKPOINT, **OPTIONS, on_estimate=said.append) as llm:
+        assert not said, "one process on a CPU says nothing"
         alone = [output.token_ids for output in llm.generate(PROMPTS, params)]
-    with LLM(CHECKPOINT, **OPTIONS, data_parallel_size=2) as llm:
+    with LLM(CHECKPOINT, **OPTIONS, data_parallel_size=2, on_estimate=said.append) as llm:
         outputs = llm.generate(PROMPTS, params)
         assert [output.token_ids for output in outputs] == alone
         streamed = {o.req_id: o.token_ids for o in llm.stream(PROMPTS, params)}
@@ -79,8 +82,11 @@ def test_workers_and_launched_ranks_give_the_tokens_of_one_process():
         assert sorted(streamed.values()) == sorted(alone)
         workers = llm.engine.worker_pids
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
-    (code, out, _), (other_code, other_out, _) = ends_of(launched)
+    (code, out, line), (other_code, other_out, other_line) = ends_of(launched, "rank ")
     assert (code, other_code, other_out) == (0, 0, "")
+    assert line + other_line == sorted(said), "each rank says once what it will take"
+    for rank, told in enumerate(sorted(said)):
+        assert re.fullmatch(rf"rank {rank} of 2: \d\.\d\d GB \(weights .*\); experts .*", told)
     assert [tuple(one["token_ids"]) for one in json.loads(out)["outputs"]] == alone
 
 

@@ -135,3 +135,10 @@ def test_require_equal_names_the_rank_that_differs():
 def test_options_of_a_group_are_checked_before_anything_starts(options, message):
     with pytest.raises(ConfigError, match=message):
         LLM(CHECKPOINT, **OPTIONS, **options)
+
+
+def test_without_a_listener_each_rank_logs_what_it_will_take(caplog):
+    caplog.set_level("INFO", logger="mdi_exec.llm")
+    llm_results(2, lambda: LLM(CHECKPOINT, **OPTIONS).close())
+    lines = sorted(record.getMessage() for record in caplog.records)
+    assert [line[:14] for line in lines] == ["rank 0 of 2: 1", "rank 1 of 2: 1"]
