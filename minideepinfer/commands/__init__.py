@@ -9,6 +9,7 @@ Read next: `declare.py` (options declared once), `screen.py` (what is printed wh
 
 from collections.abc import Callable
 
+from minideepinfer.commands.accuracy import accuracy
 from minideepinfer.commands.calibrate import calibrate
 from minideepinfer.commands.check import check
 from minideepinfer.commands.compare import compare
@@ -26,6 +27,7 @@ from minideepinfer.commands.tune import tune
 VERBS: dict[str, Callable[..., None]] = {
     "simulate": simulate,
     "calibrate": calibrate,
+    "accuracy": accuracy,
     "transfer": transfer,
     "tune": tune,
     "show": show,

@@ -1,0 +1,124 @@
+"""How near the simulator comes to recorded runs that its step times were not fitted to.
+
+Each run is left out together with all runs of the same requests, a model is fitted to the rest,
+and the run is simulated anew from its arrivals and options alone: no recorded duration goes in.
+
+Read next: `mdi_sim/calibrate.py` (the fit), `mdi_analysis/compare.py`, docs/accuracy.md.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from mdi_analysis.compare import compare
+from mdi_shared.config import SchedulerConfig
+from mdi_shared.errors import ConfigError
+from mdi_shared.linear_cost import LinearCost
+from mdi_sim.calibrate import fit_runs
+from mdi_sim.calibration_input import Recorded, read_recorded, require_alike
+from mdi_sim.diagnostics import errors
+from mdi_sim.features import DECODE, PREFILL, gather_steps
+from mdi_sim.replay import recorded_requests, recorded_shape
+from mdi_sim.simulate import simulate
+from mdi_sim.step_fit import FittedSteps
+from mdi_traces.columns import ints
+from mdi_traces.run import Run, load_run
+
+# Relative errors that count as good: throughput, mean latencies, their 99th percentiles.
+BARS = {"output_tok_s_gpu": 0.03, "ttft_mean": 0.05, "ttft_p99": 0.10, "tpot_mean": 0.05,
+        "tpot_p99": 0.10}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StepError:
+    """Relative errors of single device times: how many steps, median and 90th percentile."""
+
+    n: int
+    p50: float
+    p90: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunAccuracy:
+    """One run against its simulation: (simulated - recorded) / recorded.
+
+    A latency that no request has, or the throughput of a run without decode steps, is None.
+    """
+
+    name: str
+    requests: int
+    fitted_to: tuple[str, ...]
+    relative: dict[str, float | None]
+    steps: dict[str, StepError]
+
+    @property
+    def beyond(self) -> tuple[str, ...]:
+        """The figures that miss their bar."""
+        found = ((self.relative[name], name, bar) for name, bar in BARS.items())
+        return tuple(name for value, name, bar in found if value is not None and abs(value) > bar)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return {**asdict(self), "beyond": list(self.beyond)}
+
+
+def accuracy(
+    paths: Sequence[str | os.PathLike[str]], only: Sequence[str] | None = None
+) -> Iterator[RunAccuracy]:
+    """Yield the accuracy of each run, or of those named in `only`, in the order of `paths`.
+
+    Raises `TraceError` for a run that cannot be read, `ConfigError` for runs that do not belong
+    together, leave too little to fit, or are not there.
+    """
+    runs = [read_recorded(path) for path in paths]
+    require_alike(runs)
+    names = [run.name for run in runs]
+    for name in only or ():
+        if name not in names:
+            raise ConfigError("only", name, f"must be one of {', '.join(names)}")
+    for run, path in zip(runs, paths, strict=True):
+        if only is None or run.name in only:
+            others = [each for each in runs if not _same_requests(each, run)]
+            yield _accuracy_of(run.name, load_run(path), others)
+
+
+def _same_requests(a: Recorded, b: Recorded) -> bool:
+    columns = ("prompt_len", "max_tokens")
+    return all(a.requests[name].equals(b.requests[name]) for name in columns)
+
+
+def _accuracy_of(name: str, recorded: Run, others: Sequence[Recorded]) -> RunAccuracy:
+    cost = fit_runs(others)
+    found = compare(recorded, resimulate(recorded, cost), ("recorded", "simulated"))
+    relative = {"output_tok_s_gpu": found.rates["output_tok_s_gpu"].relative}
+    for metric in ("ttft", "tpot"):
+        for stat in ("mean", "p50", "p90", "p99"):
+            relative[f"{metric}_{stat}"] = found.latency[f"{metric}_ms"][stat].relative
+    return RunAccuracy(
+        name, recorded.requests_table.num_rows, tuple(run.name for run in others), relative,
+        _step_errors(recorded.steps_table, cost),
+    )  # fmt: skip
+
+
+def resimulate(recorded: Run, cost: LinearCost) -> Run:
+    """Simulate a recorded run's requests under its options: arrivals in, everything else out."""
+    options = recorded.metadata.config.get("scheduler")
+    if not isinstance(options, dict):
+        raise ConfigError("scheduler", options, "the record's metadata does not hold its options")
+    return simulate(
+        recorded_requests(recorded), scheduler=SchedulerConfig.from_mapping(options), cost=cost,
+        shape=recorded_shape(recorded), ranks=int(ints(recorded.steps_table["rank"]).max()) + 1,
+    )  # fmt: skip
+
+
+def _step_errors(table: pa.Table, cost: LinearCost) -> dict[str, StepError]:
+    found = {}
+    for kind, terms in ((PREFILL, cost.prefill), (DECODE, cost.decode)):
+        steps = gather_steps([table], kind)
+        if len(steps):
+            error = errors(steps.ns, FittedSteps(terms, {}).predict(steps))
+            found[kind] = StepError(len(steps), error["p50"], error["p90"])
+    return found
