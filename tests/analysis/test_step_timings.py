@@ -1,5 +1,6 @@
 """Step frames, roofline position and reasons, on recordings of an H200 and on made-up tables."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,8 @@ from mdi_shared.roofline import RooflineCost
 from mdi_shared.shape import TINY
 from mdi_shared.work import decode_work, prefill_work
 from mdi_traces import load_run
+from mdi_traces.run import Run
+from tests.sim.recorded import with_columns
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "traces" / "recorded"
@@ -41,8 +44,23 @@ def frame(preempted):
 
 @pytest.fixture(scope="module")
 def online():
-    """A recording of 73 steps, one of which compiled kernels for 12 s."""
     return load_run(RECORDED / "h200-flash-slice" / "online_high")
+
+
+@pytest.fixture(scope="module")
+def compiled(online):
+    """`online` as if the launch of step 512, a prefill behind a decode step, compiled for 12 s.
+
+    The host reads the step before only then, and all that follows is later.
+    """
+    table, steps, late_ns = online.steps_table, online.steps, 12_000_000_000
+    at = steps["step"].to_numpy() - 512
+    assert steps["kind"][at == 0].tolist() == ["prefill"]
+    first_late = {"t_sched": 1, "t_launch": 1, "t_dev_start": 1, "t_dev_end": 0, "t_done": -1}
+    late = {mark: steps[mark] + late_ns * (at >= first) for mark, first in first_late.items()}
+    launch_ms = steps["cpu_launch_ms"] + late_ns / 1e6 * (at == 0)
+    table = with_columns(table, **late, cpu_launch_ms=launch_ms)
+    return Run(table, online.requests_table, online.metadata, online.items_table)
 
 
 def test_frame_adds_the_documented_columns(preempted, frame):
@@ -191,15 +209,25 @@ def test_items_are_needed_only_where_they_are_asked_for(run):
         step_items_frame(bare)
 
 
-def test_the_compiling_step_is_told_and_does_not_count_as_usual(online):
+def test_the_compiling_step_is_told_and_does_not_count_as_usual(compiled):
     own = LinearCost.from_json(ROOT / "traces" / "models" / "h200-flash-slice.json")
-    found = slowest_steps(steps_frame(online, cost=own), 3)
-    assert found["step"].tolist() == [72, 1, 2]
-    assert found["why"][0].startswith("kernels compiled during its launch: 11,879 ms, 22.6 ms is")
-    assert found["why"][0].endswith("against the model's 91.8 ms")
-    assert "first use of the graph for 1 row" in found["why"][2]
-    late = slowest_steps(steps_frame(online), 1, by="turn_ms")
-    assert "its results were read 11,877 ms later than usual" in late["why"][0]
+    frame = steps_frame(compiled, cost=own)
+    found = slowest_steps(frame, 1)
+    assert frame["step"][frame["is_compile"]].tolist() == found["step"].tolist() == [512]
+    assert found["why"][0].startswith("kernels compiled during its launch: 12,014 ms, 13.9 ms is")
+    assert re.search(r"against the model's 1\d\d ms$", found["why"][0])
+    late = slowest_steps(frame, 1, by="turn_ms")
+    assert late["step"].tolist() == [511]
+    assert re.search(r"its results were read 12,00\d ms later than usual", late["why"][0])
+
+
+def test_first_use_of_a_graph_is_told_of_a_recording(online):
+    frame = steps_frame(online)
+    first = frame["step"][frame["is_first"] & (frame["graph_size"] > 0)]
+    found = slowest_steps(frame, len(frame), kind="decode")
+    told = found["step"][found["why"].str.contains("first use of the graph for")]
+    assert len(told) > 0
+    assert set(told) <= set(first)
 
 
 def made(n=40, **changes):
