@@ -28,6 +28,9 @@ OVERHEAD = "overhead"
 # One efficiency off its assumption by a factor e must make the fit better by 5 % of its error.
 PRIOR_WEIGHT = 0.05
 LEAST_SHARE = 0.03  # of the recorded time: a resource below it stays as assumed
+# Of the largest prefill step's rows, the least that say what hardware reaches: with fewer, launches
+# and the experts that happen to be touched decide, which no roofline explains.
+LEAST_ROWS = 1 / 64
 POINTS = {"rows": 8, "n_seqs": 5, "lengths": 6}  # of the grid, per feature
 
 
@@ -179,7 +182,9 @@ def _grid(fitted: LinearCost, shape: ModelShape, *, is_prefill: bool) -> list[St
         if name not in ranges:
             raise ConfigError(f"ranges.{name}", None, "is missing: the model has seen no such step")
     found = []
-    for rows in _spread(ranges["rows"], POINTS["rows"]):
+    low, high = ranges["rows"]
+    least = max(low, int(high * LEAST_ROWS)) if is_prefill else low
+    for rows in _spread((least, high), POINTS["rows"]):
         for n_seqs in _spread(ranges["n_seqs"], POINTS["n_seqs"]) if is_prefill else [rows]:
             for total in _spread(ranges[lengths], POINTS["lengths"]):
                 if n_seqs > rows or rows > total:
