@@ -8,7 +8,7 @@ Read next: `mdi_sim/calibrate.py` (the fit), `mdi_analysis/compare.py`, docs/acc
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import pyarrow as pa
@@ -30,6 +30,7 @@ from mdi_traces.run import Run, load_run
 # Relative errors that count as good: throughput, mean latencies, their 99th percentiles.
 BARS = {"output_tok_s_gpu": 0.03, "ttft_mean": 0.05, "ttft_p99": 0.10, "tpot_mean": 0.05,
         "tpot_p99": 0.10}  # fmt: skip
+SCALES = (0.99, 0.9925, 0.995, 0.9975, 0.999, 1.001, 1.0025, 1.005, 1.0075, 1.01)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class RunAccuracy:
     """One run against its simulation: (simulated - recorded) / recorded.
 
     A latency that no request has, or the throughput of a run without decode steps, is None.
+    `ttft_range` are the least and greatest error of the mean TTFT when all device times are off by
+    up to 1 %.
     """
 
     name: str
@@ -53,6 +56,7 @@ class RunAccuracy:
     fitted_to: tuple[str, ...]
     relative: dict[str, float | None]
     steps: dict[str, StepError]
+    ttft_range: tuple[float, float] | None = None
 
     @property
     def beyond(self) -> tuple[str, ...]:
@@ -66,13 +70,19 @@ class RunAccuracy:
 
 
 def accuracy(
-    paths: Sequence[str | os.PathLike[str]], only: Sequence[str] | None = None
+    paths: Sequence[str | os.PathLike[str]],
+    only: Sequence[str] | None = None,
+    *,
+    spread: bool = False,
 ) -> Iterator[RunAccuracy]:
     """Yield the accuracy of each run, or of those named in `only`, in the order of `paths`.
 
     Raises `TraceError` for a run that cannot be read, `ConfigError` for runs that do not belong
-    together, leave too little to fit, or are not there.
+    together, leave too little to fit, or are not there. With `spread` each simulation is repeated
+    with all device times off by -1 % to 1 %, for the range of the mean TTFT.
     """
+    if len(paths) < 2:
+        raise ConfigError("traces", len(paths), "give at least two runs: one is left out")
     runs = [read_recorded(path) for path in paths]
     require_alike(runs)
     names = [run.name for run in runs]
@@ -82,7 +92,7 @@ def accuracy(
     for run, path in zip(runs, paths, strict=True):
         if only is None or run.name in only:
             others = [each for each in runs if not _same_requests(each, run)]
-            yield _accuracy_of(run.name, load_run(path), others)
+            yield _accuracy_of(run.name, load_run(path), others, spread=spread)
 
 
 def _same_requests(a: Recorded, b: Recorded) -> bool:
@@ -90,7 +100,9 @@ def _same_requests(a: Recorded, b: Recorded) -> bool:
     return all(a.requests[name].equals(b.requests[name]) for name in columns)
 
 
-def _accuracy_of(name: str, recorded: Run, others: Sequence[Recorded]) -> RunAccuracy:
+def _accuracy_of(
+    name: str, recorded: Run, others: Sequence[Recorded], *, spread: bool
+) -> RunAccuracy:  # fmt: skip
     cost = fit_runs(others)
     found = compare(recorded, resimulate(recorded, cost), ("recorded", "simulated"))
     relative = {"output_tok_s_gpu": found.rates["output_tok_s_gpu"].relative}
@@ -99,8 +111,35 @@ def _accuracy_of(name: str, recorded: Run, others: Sequence[Recorded]) -> RunAcc
             relative[f"{metric}_{stat}"] = found.latency[f"{metric}_ms"][stat].relative
     return RunAccuracy(
         name, recorded.requests_table.num_rows, tuple(run.name for run in others), relative,
-        _step_errors(recorded.steps_table, cost),
+        _step_errors(recorded.steps_table, cost), _ttft_range(recorded, cost) if spread else None,
     )  # fmt: skip
+
+
+def _ttft_range(recorded: Run, cost: LinearCost) -> tuple[float, float]:
+    found = []
+    for scale in SCALES:
+        simulated = resimulate(recorded, replace(cost, **_scaled(cost, scale)))
+        pair = compare(recorded, simulated, ("recorded", "simulated")).latency["ttft_ms"]["mean"]
+        found.append(pair.relative or 0.0)
+    return min(found), max(found)
+
+
+def _scaled(cost: LinearCost, scale: float) -> dict[str, Any]:
+    """Return a model's terms with all device times longer by a factor."""
+    terms: dict[str, Any] = {}
+    for kind, tables in (("prefill", ("base",)), ("decode", ("graphs",))):
+        own = getattr(cost, kind)
+        changed: dict[str, Any] = {}
+        for field in fields(own):
+            value = getattr(own, field.name)
+            if field.name in tables:
+                changed[field.name] = tuple((size, round(ns * scale)) for size, ns in value)
+            elif isinstance(value, tuple):
+                changed[field.name] = tuple(each * scale for each in value)
+            else:
+                changed[field.name] = value * scale
+        terms[kind] = replace(own, **changed)
+    return terms
 
 
 def resimulate(recorded: Run, cost: LinearCost) -> Run:

@@ -29,7 +29,8 @@ class TuneReport:
     """A tuning with what it rests on: `cost` as its model describes itself.
 
     `given` are the scheduler's options that the user set, which the recommended ones repeat;
-    `cost_file` is the model's file, None for a roofline.
+    `cost_file` is the model's file, None for a roofline; `pool_gb` and `ranks` are what the KV pool
+    and the group were given as.
     """
 
     found: Tuning
@@ -38,6 +39,8 @@ class TuneReport:
     notes: Sequence[str]
     given: Mapping[str, Any]
     cost_file: Path | None
+    pool_gb: float | None = None
+    ranks: int = 1
 
     @property
     def recommended(self) -> Trial:
@@ -69,6 +72,8 @@ class TuneReport:
     def simulate_flags(self) -> str:
         """Return the flags of `mdi simulate` for the recommended setting."""
         cost = [] if self.cost_file is None else [f"--cost {self.cost_file}"]
+        cost += [] if self.pool_gb is None else [f"--kv-cache-memory-gb {self.pool_gb:g}"]
+        cost += [f"--ranks {self.ranks}"] if self.ranks > 1 else []
         return " ".join([*cost, *(f"--set {pair}" for pair in self.options())]) or "(none)"
 
     def executor_flags(self) -> str:
@@ -76,7 +81,10 @@ class TuneReport:
         pairs = self.options()
         if self.recommended.config.chunk_policy == "cost_target" and self.cost_file is not None:
             pairs.append(f"cost_model={self.cost_file}")
-        return " ".join(f"--set {pair}" for pair in pairs) or "(none)"
+        if self.pool_gb is not None:
+            pairs.append(f"kv_cache_memory_gb={self.pool_gb:g}")
+        ranks = [f"--ranks {self.ranks}"] if self.ranks > 1 else []
+        return " ".join([*ranks, *(f"--set {pair}" for pair in pairs)]) or "(none)"
 
     def document(self) -> dict[str, Any]:
         """Return everything, JSON-able."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 HEADERS = ("run", "requests", "output tokens/s", "TTFT mean", "TTFT P99", "TPOT mean", "TPOT P99",
            "prefill steps P50 / P90", "decode steps P50 / P90")  # fmt: skip
+SPREAD = "TTFT mean, step times off by 1 %"
 
 
 def accuracy(
@@ -27,6 +28,9 @@ def accuracy(
     ] = None,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the table as Markdown.")
+    ] = False,
+    spread: Annotated[
+        bool, typer.Option("--spread", help="Also: mean TTFT with device times off by up to 1 %.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -42,7 +46,7 @@ def accuracy(
 
     found = []
     with progress(len(only) if only else len(traces), "runs") as advance:
-        for each in judge(traces, only):
+        for each in judge(traces, only, spread=spread):
             found.append(each)
             if advance is not None:
                 advance(1)
@@ -51,12 +55,15 @@ def accuracy(
     elif markdown:
         typer.echo("\n".join(as_markdown(found)))
     else:
-        show_table(make_table("errors of the simulation", HEADERS, [cells(run) for run in found]))
+        headers = (*HEADERS, SPREAD) if spread else HEADERS
+        show_table(make_table("errors of the simulation", headers, [cells(run) for run in found]))
 
 
 def as_markdown(found: Iterable["RunAccuracy"]) -> list[str]:
     """Return the table's lines; a figure that misses its bar is bold."""
-    lines = [HEADERS, ("---", *["---:"] * (len(HEADERS) - 1)), *map(cells, found)]
+    rows = [cells(run) for run in found]
+    headers = (*HEADERS, SPREAD) if rows and len(rows[0]) > len(HEADERS) else HEADERS
+    lines = [headers, ("---", *["---:"] * (len(headers) - 1)), *rows]
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
@@ -71,4 +78,6 @@ def cells(run: "RunAccuracy") -> tuple[str, ...]:
         f"{found.p50:.1%} / {found.p90:.1%}" if (found := run.steps.get(kind)) else "–"
         for kind in ("prefill", "decode")
     ]
-    return run.name, str(run.requests), *relative, *steps
+    both = run.ttft_range
+    spread = [] if both is None else [f"{both[0]:+.1%} to {both[1]:+.1%}"]
+    return run.name, str(run.requests), *relative, *steps, *spread

@@ -111,7 +111,8 @@ def tune(given: Given) -> None:
     extra = [memory_note(cost, shape, config), model_note(cost, shape),
              ranks_note(cost, options.ranks)]  # fmt: skip
     notes = (*work.metadata.notes, *(note for note in extra if note is not None), *found.notes)
-    report = TuneReport(found, slo, cost.describe(), notes, scheduler_options, options.cost)
+    report = TuneReport(found, slo, cost.describe(), notes, scheduler_options, options.cost,
+                        options.kv_cache_memory_gb, options.ranks)  # fmt: skip
     _show(report, options)
     if found.interrupted:
         raise typer.Exit(INTERRUPTED)

@@ -5,7 +5,8 @@ Read next: `linear_cost.py` (fitted), `predicted_cost.py` (predicted).
 
 from pathlib import Path
 
-from mdi_shared.json_input import read_json
+from mdi_shared.errors import ConfigError
+from mdi_shared.json_input import read_json, require_mapping
 from mdi_shared.linear_cost import LinearCost
 from mdi_shared.predicted_cost import KIND, PredictedCost
 
@@ -13,9 +14,13 @@ from mdi_shared.predicted_cost import KIND, PredictedCost
 def read_cost_file(path: str | Path) -> LinearCost | PredictedCost:
     """Return the model that `mdi calibrate` or `mdi transfer` wrote.
 
-    Raises `ConfigError` for an unreadable file and everything the models refuse.
+    Raises `ConfigError` for an unreadable file and everything the models refuse, with its name.
     """
     data = read_json(Path(path))
-    if isinstance(data, dict) and data.get("kind") == KIND:
-        return PredictedCost.from_json(data)
-    return LinearCost.from_json(Path(path))
+    try:
+        if isinstance(data, dict) and data.get("kind") == KIND:
+            return PredictedCost.from_json(data)
+        return LinearCost.from_json(require_mapping("cost model", data))
+    except ConfigError as error:
+        name = Path(path).name
+        raise ConfigError(f"{name}: {error.field}", error.value, error.allowed) from error

@@ -165,11 +165,26 @@ class LinearCost:
         """Return the features of `work` that lie outside what the fit has seen."""
         names = PREFILL_FEATURES if work.is_prefill else DECODE_FEATURES
         ranges = self.prefill_ranges if work.is_prefill else self.decode_ranges
-        outside = []
-        for name, value in zip(names, features(work), strict=True):
-            if name not in ranges or not ranges[name][0] <= value <= ranges[name][1]:
-                outside.append(name)
+        outside = [
+            name
+            for name, value in zip(names, features(work), strict=True)
+            if name not in ranges or not ranges[name][0] <= value <= ranges[name][1]
+        ]
+        is_cut = work.is_prefill and work.consumer_rows != work.rows
+        if is_cut and not self.knows_replay and "consumer_rows" not in outside:
+            outside.append("consumer_rows")
         return tuple(outside)
+
+    @property
+    def knows_replay(self) -> bool:
+        """Whether some fitted prefill step ran fewer consumer rows than rows.
+
+        Without such a step (bounded replay was off) the two could not be told apart: what the rows
+        that are left out save is not known, though their number lies within the range.
+        """
+        found = self.fit.get("prefill")
+        dropped = found.get("dropped", {}) if isinstance(found, Mapping) else {}
+        return "consumer_rows" not in dropped
 
     def in_range(self, work: StepWork) -> bool:
         """Return True when the fit has seen steps around `work` in every feature."""

@@ -217,6 +217,8 @@ def extrapolated_steps(table: pa.Table, cost: LinearCost) -> dict[str, Bools]:
         for i, name in enumerate(FEATURES[kind]):
             low, high = ranges.get(name, (np.inf, -np.inf))
             outside: Bools = busy & ~((x[:, i] >= low) & (x[:, i] <= high))
+            if name == "consumer_rows" and not cost.knows_replay:
+                outside |= busy & (x[:, i] != x[:, FEATURES[kind].index("rows")])
             if outside.any():
                 found[f"{kind}.{name}"] = outside
     return found

@@ -136,7 +136,8 @@ def _metadata(
     seed: int,
     ranks: int,
 ) -> Metadata:
-    options: dict[str, Any] = {"scheduler": asdict(config), "ranks": ranks, "cost": cost.describe()}
+    options: dict[str, Any] = {"scheduler": asdict(config), "ranks": ranks, "cost": cost.describe(),
+                               "shape": asdict(shape)}  # fmt: skip
     return replace(
         trace.metadata,
         table="steps",

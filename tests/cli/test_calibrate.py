@@ -116,7 +116,9 @@ def _set(document, path, value):
 def test_a_model_edited_into_nonsense_is_refused(fails, small, model, path, value, says):
     _set(model, path, value)
     Path("m.json").write_text(json.dumps(model))
-    assert says in fails(2, "simulate", *small, "--cost", "m.json")
+    told = fails(2, "simulate", *small, "--cost", "m.json")
+    assert says in told
+    assert told.startswith("m.json: ")
 
 
 def test_runs_that_cannot_be_used(mdi, fails, known, run_r):

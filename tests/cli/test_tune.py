@@ -28,7 +28,8 @@ def test_tables_and_plot(mdi):
 
 def test_the_recommended_options_are_those_to_copy(mdi):
     """A budget of 512 tokens is far too small for a model whose steps take 26 ms at least."""
-    options = ("--set", "max_num_batched_tokens=512", "--arrivals", "burst")
+    options = ("--set", "max_num_batched_tokens=512", "--arrivals", "burst",
+               "--kv-cache-memory-gb", 2)  # fmt: skip
     done = mdi("tune", *FEW, *options, "--for", "throughput", "--json", "--trials", 20)
     assert done.code == 0, done.err
     found = json.loads(done.out)
@@ -37,6 +38,8 @@ def test_the_recommended_options_are_those_to_copy(mdi):
     assert len(found["trials"]) <= 20
     assert found["best"]["with_model_error"]["slower"]["tokens_s"] > 0
     flags = found["recommended"]["simulate"].split()
+    assert "--kv-cache-memory-gb 2" in " ".join(flags)
+    assert "--set kv_cache_memory_gb=2" in found["recommended"]["executor"]
     again = mdi("simulate", *FEW[:4], "--arrivals", "burst", *flags, "--json")
     assert again.code == 0, again.err
     speed = json.loads(again.out)["summary"]["throughput"]

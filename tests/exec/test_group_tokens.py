@@ -54,7 +54,13 @@ def alone():
         (2, "float32", PRESSED),
         (2, "quantised", {**PRESSED, "enable_zos": False, "exchange": "all_to_all"}),
         (4, "float32", {"max_num_batched_tokens": 50}),
+        (
+            4,
+            "float32",
+            {"enable_zos": False, "max_num_batched_tokens": 50, "exchange": "all_to_all"},
+        ),
         (4, "quantised", {"placement": "least_kv"}),
+        (4, "quantised", {"exchange": "all_to_all"}),
     ],
     ids=str,
 )

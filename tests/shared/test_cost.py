@@ -281,3 +281,16 @@ def test_an_unreadable_file_is_refused(tmp_path):
     path.write_text("[1, 2]")
     with pytest.raises(ConfigError, match="must be an object"):
         LinearCost.from_json(path)
+
+
+def test_bounded_replay_that_no_fit_has_seen_is_told():
+    """Rows that are left out lie within the range of consumer rows; what they save is unknown."""
+    ranges = {name: (0, 10**12) for name in PREFILL_FEATURES}
+    fit = {"prefill": {"dropped": {"consumer_rows": "collinear"}}}
+    whole = prefill_work(TINY, [(600, 600, 600)])
+    cut = prefill_work(replace(TINY, replay_keep_tokens=140), [(600, 600, 600)])
+    assert cut.consumer_rows < cut.rows
+    blind = linear(prefill_ranges=ranges, fit=fit)
+    assert blind.extrapolated(whole) == ()
+    assert blind.extrapolated(cut) == ("consumer_rows",)
+    assert linear(prefill_ranges=ranges).extrapolated(cut) == ()
