@@ -21,7 +21,7 @@ def stated():
              if line.startswith("|")]  # fmt: skip
     header = lines[0]
     assert tuple(header[: len(HEADERS)]) == HEADERS, "other columns: make the table anew"
-    return {line[0]: dict(zip(header, line, strict=True)) for line in lines[2:14]}
+    return {line[0]: dict(zip(header, line, strict=True)) for line in lines[2:19]}
 
 
 @pytest.fixture(scope="module")
