@@ -8,20 +8,21 @@ Read next: `mdi_sim/calibrate.py` (the fit), `mdi_analysis/compare.py`, docs/acc
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pyarrow as pa
 
 from mdi_analysis.compare import compare
-from mdi_shared.config import SchedulerConfig
+from mdi_shared.cost import StepCost
 from mdi_shared.errors import ConfigError
 from mdi_shared.linear_cost import LinearCost
 from mdi_sim.calibrate import fit_runs
 from mdi_sim.calibration_input import Recorded, read_recorded, require_alike
 from mdi_sim.diagnostics import errors
 from mdi_sim.features import DECODE, PREFILL, gather_steps
-from mdi_sim.replay import recorded_requests, recorded_shape
+from mdi_sim.model_error import ScaledCost
+from mdi_sim.replay import recorded_config, recorded_requests, recorded_shape
 from mdi_sim.simulate import simulate
 from mdi_sim.step_fit import FittedSteps
 from mdi_traces.columns import ints
@@ -118,37 +119,16 @@ def _accuracy_of(
 def _ttft_range(recorded: Run, cost: LinearCost) -> tuple[float, float]:
     found = []
     for scale in SCALES:
-        simulated = resimulate(recorded, replace(cost, **_scaled(cost, scale)))
+        simulated = resimulate(recorded, ScaledCost(cost, scale, scale))
         pair = compare(recorded, simulated, ("recorded", "simulated")).latency["ttft_ms"]["mean"]
         found.append(pair.relative or 0.0)
     return min(found), max(found)
 
 
-def _scaled(cost: LinearCost, scale: float) -> dict[str, Any]:
-    """Return a model's terms with all device times longer by a factor."""
-    terms: dict[str, Any] = {}
-    for kind, tables in (("prefill", ("base",)), ("decode", ("graphs",))):
-        own = getattr(cost, kind)
-        changed: dict[str, Any] = {}
-        for field in fields(own):
-            value = getattr(own, field.name)
-            if field.name in tables:
-                changed[field.name] = tuple((size, round(ns * scale)) for size, ns in value)
-            elif isinstance(value, tuple):
-                changed[field.name] = tuple(each * scale for each in value)
-            else:
-                changed[field.name] = value * scale
-        terms[kind] = replace(own, **changed)
-    return terms
-
-
-def resimulate(recorded: Run, cost: LinearCost) -> Run:
+def resimulate(recorded: Run, cost: StepCost) -> Run:
     """Simulate a recorded run's requests under its options: arrivals in, everything else out."""
-    options = recorded.metadata.config.get("scheduler")
-    if not isinstance(options, dict):
-        raise ConfigError("scheduler", options, "the record's metadata does not hold its options")
     return simulate(
-        recorded_requests(recorded), scheduler=SchedulerConfig.from_mapping(options), cost=cost,
+        recorded_requests(recorded), scheduler=recorded_config(recorded), cost=cost,
         shape=recorded_shape(recorded), ranks=int(ints(recorded.steps_table["rank"]).max()) + 1,
     )  # fmt: skip
 

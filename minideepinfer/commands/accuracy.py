@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from minideepinfer.commands.files import is_run, require_input
+from minideepinfer.commands.files import require_runs
 from minideepinfer.commands.screen import progress, show_json, show_table
 
 if TYPE_CHECKING:
@@ -38,9 +38,7 @@ def accuracy(
 
     Errors are (simulated - recorded) / recorded; runs of the same requests are left out together.
     """
-    for path in traces:
-        if not is_run(path):
-            require_input(path)
+    require_runs(traces)
     from mdi_analysis.report import make_table
     from minideepinfer.accuracy import accuracy as judge
 

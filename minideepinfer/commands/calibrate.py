@@ -3,7 +3,6 @@
 Read next: `mdi_sim/calibrate.py`, docs/calibration.md.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mdi_shared.errors import ConfigError
-from minideepinfer.commands.files import is_run, require_input, require_output
-from minideepinfer.commands.screen import facts_table, show_json, show_table, tell
+from minideepinfer.commands.files import require_input, require_output, require_runs, write_json
+from minideepinfer.commands.screen import facts_table, show_json, show_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -48,17 +47,10 @@ def calibrate(
     several ranks, and the result is the base with the time that exchanging rows adds.
     """
     require_output("out", out, (".json",))
-    for path in traces:
-        if not is_run(path):
-            require_input(path)
-    from mdi_traces.io import atomic_file
-
+    require_runs(traces)
     cost = _fit(traces, base, allow_constant=allow_constant)
     document = cost.to_json()
-    verb = "replaced" if out.exists() else "wrote"
-    with atomic_file(out) as file:
-        file.write((json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
-    tell(f"{verb} {out}")
+    write_json(out, document)
     if as_json:
         show_json(document)
     else:

@@ -7,10 +7,13 @@ work, so that a long simulation is not lost to a misspelt folder.
 Read next: `minideepinfer/saving.py` (the files of a run).
 """
 
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mdi_shared.errors import ConfigError
+from minideepinfer.commands.screen import tell
 
 if TYPE_CHECKING:
     from mdi_traces.requests import RequestTrace
@@ -25,6 +28,23 @@ def require_input(path: Path) -> None:
         raise ConfigError("path", str(path), "is a folder, not a file")
     if not path.exists():
         raise ConfigError("path", str(path), "no such file")
+
+
+def require_runs(paths: Iterable[Path]) -> None:
+    """Raise `ConfigError` unless each path names a run or one of its files."""
+    for path in paths:
+        if not is_run(path):
+            require_input(path)
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a document, whole or not at all, and say so."""
+    from mdi_traces.io import atomic_file
+
+    verb = "replaced" if path.exists() else "wrote"
+    with atomic_file(path) as file:
+        file.write((json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
+    tell(f"{verb} {path}")
 
 
 def require_output(name: str, path: Path, endings: tuple[str, ...] = ()) -> None:

@@ -4,7 +4,6 @@ Read next: `mdi_sim/transfer.py`, docs/calibration.md ("Transfer").
 """
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,8 +16,8 @@ from mdi_shared.hardware import HARDWARE, hardware_by_name
 from mdi_shared.linear_cost import LinearCost
 from mdi_shared.shape import SHAPES, ModelShape, shape_by_name
 from mdi_shared.work import decode_work, prefill_work
-from minideepinfer.commands.files import is_run, require_input, require_output
-from minideepinfer.commands.screen import facts_table, show_json, show_table, tell
+from minideepinfer.commands.files import require_input, require_output, require_runs, write_json
+from minideepinfer.commands.screen import facts_table, show_json, show_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -71,15 +70,12 @@ def transfer(
     require_output("out", out, (".json",))
     require_input(model)
     runs = check or []
-    for path in runs:
-        if not is_run(path):
-            require_input(path)
+    require_runs(runs)
     fitted = _fitted(model)
     target = None if hardware is None else hardware_by_name(hardware)
     source = None if from_hardware is None else hardware_by_name(from_hardware)
     from mdi_sim.transfer import prediction_errors
     from mdi_sim.transfer import transfer as predict
-    from mdi_traces.io import atomic_file
 
     shape = None if to_model is None else _shape(to_model)
     digest = hashlib.sha256(model.read_bytes()).hexdigest()
@@ -87,10 +83,7 @@ def transfer(
                    origin={"name": model.name, "sha256": digest})  # fmt: skip
     checked = prediction_errors(cost, runs) if runs else {}
     document = cost.to_json()
-    verb = "replaced" if out.exists() else "wrote"
-    with atomic_file(out) as file:
-        file.write((json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
-    tell(f"{verb} {out}")
+    write_json(out, document)
     if as_json:
         show_json({**document, "checked": checked})
     else:

@@ -148,7 +148,7 @@ def measuring_steps(
     busy = kind_rows(table, kind)
     graph, ns = ints(table["graph_size"]), device_times(table)
     warm = is_warm(graph, busy)
-    is_starved = _is_starved if kind == DECODE else _ends_with_its_launch
+    is_starved = _starved_decode if kind == DECODE else _starved_prefill
     starved = is_starved(table, busy & warm, graph)
     slow = busy & warm & is_compile(floats(table["cpu_launch_ms"]), usual_ms)
     timeless = busy & warm & ~starved & ~slow & (ns <= 0)
@@ -168,7 +168,7 @@ def usual_launch_ms(tables: Sequence[pa.Table], kind: str) -> float:
     return float(np.median(known)) if len(known) else 0.0
 
 
-def _is_starved(table: pa.Table, busy: Bools, graph: Ints) -> Bools:
+def _starved_decode(table: pa.Table, busy: Bools, graph: Ints) -> Bools:
     """True for graph steps that began before the host had queued all of their work.
 
     Their time on the device is partly the host's. A graph seldom seen otherwise keeps them.
@@ -199,7 +199,7 @@ def ends_with_its_launch(table: pa.Table) -> Bools:
     return ends
 
 
-def _ends_with_its_launch(table: pa.Table, busy: Bools, graph: Ints) -> Bools:
+def _starved_prefill(table: pa.Table, busy: Bools, graph: Ints) -> Bools:
     """True for prefill steps that say nothing of the device; for none where few others are."""
     starved: Bools = busy & ends_with_its_launch(table)
     return starved if int((busy & ~starved).sum()) >= FEWEST_UNSTARVED else np.zeros_like(starved)

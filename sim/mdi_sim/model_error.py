@@ -25,26 +25,31 @@ class ModelError:
     prefill: float
     decode: float
 
+    def scale(self, cost: StepCost, *, slower: bool) -> "ScaledCost":
+        """Return `cost` with device times longer by this error (`slower`), or shorter by it."""
+        longer = 1.0 + self.prefill, 1.0 + self.decode
+        return ScaledCost(cost, *(longer if slower else (1.0 / longer[0], 1.0 / longer[1])))
+
 
 @dataclass(frozen=True, slots=True)
 class ScaledCost:
-    """`cost` with device times longer by the model's error (`slower`), or shorter by it."""
+    """`cost` with the device times of each kind of step multiplied by a factor."""
 
     cost: StepCost
-    error: ModelError
-    slower: bool
+    prefill: float
+    decode: float
 
     @property
     def host(self) -> HostCost:
         return self.cost.host
 
     def device_ns(self, work: StepWork) -> int:
-        error = 1.0 + (self.error.prefill if work.is_prefill else self.error.decode)
-        scaled = self.cost.device_ns(work) * (error if self.slower else 1.0 / error)
+        scaled = self.cost.device_ns(work) * (self.prefill if work.is_prefill else self.decode)
         return max(int(scaled + 0.5), 1)
 
     def describe(self) -> dict[str, Any]:
-        return {"kind": "scaled", "slower": self.slower, "of": self.cost.describe()}
+        return {"kind": "scaled", "prefill": self.prefill, "decode": self.decode,
+                "of": self.cost.describe()}  # fmt: skip
 
 
 def held_out_error(cost: StepCost) -> ModelError | None:

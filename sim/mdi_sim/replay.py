@@ -52,10 +52,7 @@ def replay_recorded(recorded: Run, shape: ModelShape | None = None) -> Run:
     when its metadata lacks the options, or a rank has left no steps.
     """
     shape = recorded_shape(recorded) if shape is None else shape
-    options = recorded.metadata.config.get("scheduler")
-    if not isinstance(options, dict):
-        raise ConfigError("scheduler", options, "the record's metadata does not hold its options")
-    config = SchedulerConfig.from_mapping(options)
+    config = recorded_config(recorded)
     ranks = _number_of_ranks(recorded)
     trace = recorded_requests(recorded)
     workload = Workload(trace, ranks, RoundRobin())
@@ -114,6 +111,14 @@ def _number_of_ranks(recorded: Run) -> int:
         raise ConfigError("rank", found.tolist(), f"the record is of {stated} ranks, and only runs "
                           "with the steps of every rank can be replayed")  # fmt: skip
     return len(found)
+
+
+def recorded_config(recorded: Run) -> SchedulerConfig:
+    """Return the scheduler's options as the record states them; `ConfigError` without them."""
+    options = recorded.metadata.config.get("scheduler")
+    if not isinstance(options, dict):
+        raise ConfigError("scheduler", options, "the record's metadata does not hold its options")
+    return SchedulerConfig.from_mapping(options)
 
 
 def recorded_shape(recorded: Run) -> ModelShape:

@@ -19,7 +19,7 @@ from mdi_shared.hardware import H200
 from mdi_shared.placement import Placement
 from mdi_shared.roofline import RooflineCost
 from mdi_shared.shape import V41_FLASH, ModelShape
-from mdi_sim.model_error import ScaledCost, held_out_error, unfit_kinds
+from mdi_sim.model_error import held_out_error, unfit_kinds
 from mdi_sim.settings import DEFAULT_TRIALS, changes_of, coarse_grid, mean_of, neighbours
 from mdi_sim.simulate import simulate
 from mdi_sim.tuning import OBJECTIVES, THROUGHPUT, Measured, Range, Trial, Tuning, merit
@@ -92,7 +92,7 @@ class _Job:
         error = held_out_error(cost)
         if slower is not None:
             assert error is not None, "only a model that states its error is scaled by it"
-            cost = ScaledCost(cost, error, slower)
+            cost = error.scale(cost, slower=slower)
         try:
             run = simulate(
                 self.trace,

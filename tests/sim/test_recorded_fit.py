@@ -5,12 +5,10 @@ from pathlib import Path
 import pytest
 
 from mdi_analysis import summarize
-from mdi_shared.config import SchedulerConfig
 from mdi_shared.linear_cost import LinearCost
 from mdi_sim.calibrate import calibrate
-from mdi_sim.replay import recorded_requests, recorded_shape
-from mdi_sim.simulate import simulate
 from mdi_traces.run import load_run
+from minideepinfer.accuracy import resimulate
 
 TRACES = Path(__file__).parents[2] / "traces"
 RECORDED, MODELS = TRACES / "recorded", TRACES / "models"
@@ -58,8 +56,6 @@ def test_waiting_for_a_vote_in_an_idle_engine_is_simulated():
     """Arrivals alone, the run itself unseen by the fit; a tenth either way, launches are noisy."""
     model = calibrate(runs_in("h200-tiny", without=("online_low",)))
     recorded = load_run(RECORDED / "h200-tiny" / "online_low")
-    options = recorded.metadata.config["scheduler"]
-    run = simulate(recorded_requests(recorded), scheduler=SchedulerConfig.from_mapping(options),
-                   cost=model, shape=recorded_shape(recorded))  # fmt: skip
+    run = resimulate(recorded, model)
     real, simulated = (summarize(each, itl=False).latency.ttft_ms for each in (recorded, run))
     assert simulated.mean == pytest.approx(real.mean, rel=0.1)

@@ -13,7 +13,7 @@ from mdi_shared.linear_cost import PREFILL_TERMS, DecodeTerms, LinearCost, Prefi
 from mdi_shared.shape import TINY
 from mdi_shared.work import decode_work, prefill_work
 from mdi_sim import tune as tune_module
-from mdi_sim.model_error import ModelError, ScaledCost, held_out_error, unfit_kinds
+from mdi_sim.model_error import ModelError, held_out_error, unfit_kinds
 from mdi_sim.settings import changes_of, coarse_grid, neighbours
 from mdi_sim.tuning import Gain, Measured, Range, Trial, Tuning
 from mdi_traces.requests import build_requests
@@ -176,11 +176,12 @@ def test_settings_stay_within_what_the_default_allows():
 
 
 def test_scaled_step_times():
-    cost = ScaledCost(model(row_us=1.0, decode_ms=2.0), ModelError(0.25, 0.5), slower=True)
+    error, own = ModelError(0.25, 0.5), model(row_us=1.0, decode_ms=2.0)
+    cost = error.scale(own, slower=True)
     prefill, decode = prefill_work(TINY, [(1_000, 1_000, 1_000)]), decode_work(TINY, [10])
     assert cost.device_ns(prefill) == 1_250_000
     assert cost.device_ns(decode) == 3_000_000
-    assert replace(cost, slower=False).device_ns(prefill) == 800_000
+    assert error.scale(own, slower=False).device_ns(prefill) == 800_000
     assert held_out_error(replace(model(), fit={"prefill": {"held_out_mape": None}})) is None
 
 
