@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from mdi_analysis import summarize
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.cost import HostCost
-from mdi_shared.work import StepWork
+from mdi_shared.cost.step_cost import HostCost
+from mdi_shared.cost.work import StepWork
 from mdi_sim.simulate import simulate
 from mdi_traces.requests import RequestTrace, build_requests
 from mdi_traces.schema import Metadata

@@ -47,8 +47,8 @@ from slice_model import (
 )
 from torch import Tensor
 
-from mdi_exec.batch import Batch
-from mdi_exec.cache import DeviceCache
+from mdi_exec.model.batch import Batch
+from mdi_exec.model.cache import DeviceCache
 from mdi_exec.model.moe import Router
 from mdi_exec.model.transformer import Transformer
 

@@ -35,9 +35,10 @@ from unittest import mock
 import numpy as np
 import torch
 
-from mdi_exec.engine import LLMEngine
-from mdi_exec.llm import LLM
-from mdi_exec.make_checkpoint import make_checkpoint
+from mdi_exec.engine.engine import LLMEngine
+from mdi_exec.engine.llm import LLM
+from mdi_exec.engine.sampler import Sampler
+from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.model import transformer
 from mdi_exec.model.attention import Attention
 from mdi_exec.model.engram import Engram, EngramIds
@@ -45,9 +46,8 @@ from mdi_exec.model.hyper_connections import HyperConnection
 from mdi_exec.model.indexer import Indexer
 from mdi_exec.model.moe import Moe
 from mdi_exec.model.transformer import Transformer
-from mdi_exec.presets import PRESETS
-from mdi_exec.sampler import Sampler
-from mdi_exec.sampling import SamplingParams
+from mdi_exec.weights.make_checkpoint import make_checkpoint
+from mdi_exec.weights.presets import PRESETS
 from minideepinfer.commands.executor import engine_options
 
 P = ParamSpec("P")

@@ -32,9 +32,9 @@ from pareto import Point, add_points, decode_point, prefill_point
 from prefill_runs import Bench, Loaded, forward, measure_decode, measure_prefill
 from rank_runs import Stopwatch, own_group, start_ranks, timed_exchanges
 
-from mdi_exec.exchange import KINDS, NO_EXCHANGE, WHOLE, ExpertExchange, ExpertShard
-from mdi_exec.model_source import random_config
-from mdi_exec.parallel import RankAddress, RankGroup, own_device, require_even_experts
+from mdi_exec.ranks.exchange import KINDS, NO_EXCHANGE, WHOLE, ExpertExchange, ExpertShard
+from mdi_exec.ranks.parallel import RankAddress, RankGroup, own_device, require_even_experts
+from mdi_exec.weights.source import random_config
 from mdi_shared.errors import ConfigError, MiniDeepInferError
 from mdi_traces.io import atomic_file
 
@@ -180,7 +180,7 @@ def main() -> None:
         if options.ranks not in (1, size):
             raise ConfigError("--ranks", options.ranks, f"but {size} were started")
         config = random_config(options.preset, layers=options.layers, experts=options.experts)
-        require_even_experts(config, size)
+        require_even_experts(config.n_routed_experts, size)
         if options.decode_batch is None:
             options.decode_batch = 64 if size > 1 else 0
         if size > 1 and address is None:

@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mdi_exec.llm import LLM
-from mdi_exec.make_checkpoint import make_checkpoint
-from mdi_exec.recording import Recording
-from mdi_exec.sampling import SamplingParams
+from mdi_exec.engine.llm import LLM
+from mdi_exec.engine.recording import Recording
+from mdi_exec.engine.sampling import SamplingParams
+from mdi_exec.weights.make_checkpoint import make_checkpoint
 from mdi_traces.run import load_run
 
 ON_THE_WAY, IN_WAITING = ("launched", "landed", "reported"), ("catch_up",)

@@ -22,15 +22,15 @@ from dataclasses import dataclass, field
 import torch
 from gpu_timing import Cell, Table, conditions
 
-from mdi_exec.batch import BLOCK_TOKENS
-from mdi_exec.engine import LLMEngine
-from mdi_exec.request_state import RequestState
-from mdi_exec.runner import StepTokens
-from mdi_exec.sampling import SamplingParams
-from mdi_exec.staging import Packing
-from mdi_exec.step_inputs import DecodeShape, gather_inputs
+from mdi_exec.engine.engine import LLMEngine
+from mdi_exec.engine.request_state import RequestState
+from mdi_exec.engine.runner import StepTokens
+from mdi_exec.engine.sampling import SamplingParams
+from mdi_exec.engine.step_inputs import DecodeShape, gather_inputs
+from mdi_exec.model.batch import BLOCK_TOKENS
+from mdi_exec.model.staging import Packing
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.graph_sizes import graph_sizes
+from mdi_shared.cost.graph_sizes import graph_sizes
 from mdi_shared.plan import StepPlan
 from mdi_shared.scheduler import Scheduler
 

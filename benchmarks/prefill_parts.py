@@ -12,7 +12,7 @@ from slice_model import StepShape, Work, engram_work, head_work, layer_work
 
 from mdi_exec.model.config import ModelConfig
 from mdi_exec.model.transformer import Transformer
-from mdi_exec.presets import layer_kinds
+from mdi_exec.weights.presets import layer_kinds
 
 ENGRAM = "+engram"
 OTHERS = ("embedding", "engram", "head", "the rest")

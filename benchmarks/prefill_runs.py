@@ -19,14 +19,14 @@ from prefill_parts import part_times, report
 from rank_runs import Stopwatch
 from slice_model import StepShape, batch_of, blocks_for, build, filled_cache, time_parts
 
-from mdi_exec.batch import Batch
-from mdi_exec.cache import DeviceCache
-from mdi_exec.exchange import ExpertExchange, ExpertShard, StepRows
-from mdi_exec.memory import StepLimits, estimate_memory
+from mdi_exec.engine.memory import StepLimits, estimate_memory
+from mdi_exec.model.batch import Batch
+from mdi_exec.model.cache import DeviceCache
 from mdi_exec.model.config import ModelConfig
 from mdi_exec.model.transformer import Transformer
-from mdi_exec.parallel import RankGroup
-from mdi_exec.presets import released_config
+from mdi_exec.ranks.exchange import ExpertExchange, ExpertShard, StepRows
+from mdi_exec.ranks.parallel import RankGroup
+from mdi_exec.weights.presets import released_config
 
 ALONE = "one GPU"
 MB = 1e6
@@ -48,7 +48,7 @@ class Sample(NamedTuple):
 def forward(model: Transformer, batch: Batch, cache: DeviceCache) -> object:
     """Run a step that all ranks run with as many rows; returns its logits."""
     exchange = model.exchange
-    exchange.begin_step([StepRows.of(batch)] * exchange.size)
+    exchange.begin_step([StepRows(batch.num_rows, batch.num_kept)] * exchange.size)
     return model.forward(batch, cache)
 
 

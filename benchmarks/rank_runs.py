@@ -1,7 +1,7 @@
 """Benchmarks over a group of ranks: how ranks start, and what they spend in the exchange.
 
 A benchmark is one program that every rank runs, under torchrun or started by `start_ranks`; rank 0
-alone prints. Read next: docs/parallel.md, `mdi_exec/exchange.py`.
+alone prints. Read next: docs/parallel.md, `mdi_exec/ranks/exchange.py`.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from gpu_timing import elapsed_ms, stamp, synchronize
 
-from mdi_exec.collectives import Collectives
-from mdi_exec.exchange import KINDS, ExpertExchange, make_exchange
-from mdi_exec.parallel import RankAddress, RankGroup, join_group, lead_store
+from mdi_exec.ranks.collectives import Collectives
+from mdi_exec.ranks.exchange import KINDS, ExpertExchange, make_exchange
+from mdi_exec.ranks.parallel import RankAddress, RankGroup, join_group, lead_store
 
 HOST = "127.0.0.1"
 WIRE = ("all_gather", "reduce_scatter", "all_to_all", "swap_counts")  # of `Collectives`

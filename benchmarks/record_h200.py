@@ -36,11 +36,11 @@ import torch
 from gpu_timing import conditions
 from record_workloads import CAMPAIGNS, REPLAY, SIZES, Job, Workload, workloads
 
-from mdi_exec.engine import LLMEngine
-from mdi_exec.llm import LLM
-from mdi_exec.make_checkpoint import make_checkpoint
-from mdi_exec.sampling import SamplingParams
-from mdi_exec.serve_trace import TraceClient
+from mdi_exec.engine.engine import LLMEngine
+from mdi_exec.engine.llm import LLM
+from mdi_exec.engine.sampling import SamplingParams
+from mdi_exec.engine.serve_trace import TraceClient
+from mdi_exec.weights.make_checkpoint import make_checkpoint
 from mdi_shared.errors import ConfigError
 from mdi_traces.columns import ints
 from mdi_traces.requests import RequestTrace

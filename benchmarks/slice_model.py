@@ -13,14 +13,14 @@ import torch
 from gpu_timing import PartTimer
 from torch import Tensor
 
-from mdi_exec.batch import BLOCK_TOKENS, Batch, BatchItem
-from mdi_exec.cache import CacheLayout, DeviceCache
-from mdi_exec.exchange import NO_EXCHANGE, WHOLE, ExpertExchange, ExpertShard
+from mdi_exec.model.batch import BLOCK_TOKENS, Batch, BatchItem
+from mdi_exec.model.cache import CacheLayout, DeviceCache
 from mdi_exec.model.config import LayerPlan, ModelConfig
 from mdi_exec.model.transformer import Layer, Streams, Transformer
 from mdi_exec.model.weights import ExpansionBudget, Weights
-from mdi_exec.model_source import ModelSource, open_model
 from mdi_exec.ops.row_pool import RowPool
+from mdi_exec.ranks.exchange import NO_EXCHANGE, WHOLE, ExpertExchange, ExpertShard
+from mdi_exec.weights.source import ModelSource, open_model
 
 FILL_ROWS = 4096  # different rows a cache is filled with
 BF16, FP8, FP4 = 2.0, 1 + 1 / 1024, 0.5 + 1 / 32  # bytes of a weight, scales included

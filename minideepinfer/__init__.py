@@ -27,25 +27,25 @@ if TYPE_CHECKING:
         step_items_frame,
         steps_frame,
     )
-    from mdi_exec.engine import LLMEngine
-    from mdi_exec.llm import LLM
-    from mdi_exec.make_checkpoint import make_checkpoint
-    from mdi_exec.request_state import RequestOutput
-    from mdi_exec.sampling import SamplingParams
+    from mdi_exec.engine.engine import LLMEngine
+    from mdi_exec.engine.llm import LLM
+    from mdi_exec.engine.request_state import RequestOutput
+    from mdi_exec.engine.sampling import SamplingParams
+    from mdi_exec.weights.make_checkpoint import make_checkpoint
     from mdi_shared.config import SchedulerConfig
-    from mdi_shared.cost import ConstantCost, HostCost, StepCost
+    from mdi_shared.cost.hardware import B200, H200, Hardware
+    from mdi_shared.cost.linear import LinearCost
+    from mdi_shared.cost.predicted import PredictedCost
+    from mdi_shared.cost.roofline import Efficiencies, RooflineCost
+    from mdi_shared.cost.shape import TINY, V41_FLASH, ModelShape
+    from mdi_shared.cost.step_cost import ConstantCost, HostCost, StepCost
     from mdi_shared.errors import ConfigError, DeadlockError, MiniDeepInferError, TraceError
-    from mdi_shared.hardware import B200, H200, Hardware
-    from mdi_shared.linear_cost import LinearCost
     from mdi_shared.placement import LeastKV, LeastTokens, Placement, RoundRobin
-    from mdi_shared.predicted_cost import PredictedCost
-    from mdi_shared.roofline import Efficiencies, RooflineCost
-    from mdi_shared.shape import TINY, V41_FLASH, ModelShape
-    from mdi_sim.calibrate import calibrate
-    from mdi_sim.group_fit import calibrate_group
-    from mdi_sim.replay import replay_recorded
-    from mdi_sim.transfer import transfer
-    from mdi_sim.tuning import Tuning
+    from mdi_sim.fit.calibrate import calibrate
+    from mdi_sim.fit.group import calibrate_group
+    from mdi_sim.fit.transfer import transfer
+    from mdi_sim.retrace import replay_recorded
+    from mdi_sim.search.tuning import Tuning
     from mdi_traces import (
         WORKLOADS,
         ChatSessions,
@@ -146,27 +146,27 @@ _MODULES = {
     "per_kind_summary roofline_position run_shape save_overlay save_plots slowest_steps "
     "step_items_frame steps_frame",
     "mdi_shared.config": "SchedulerConfig",
-    "mdi_shared.cost": "ConstantCost HostCost StepCost",
+    "mdi_shared.cost.step_cost": "ConstantCost HostCost StepCost",
     "mdi_shared.errors": "ConfigError DeadlockError MiniDeepInferError TraceError",
-    "mdi_shared.hardware": "B200 H200 Hardware",
-    "mdi_shared.linear_cost": "LinearCost",
+    "mdi_shared.cost.hardware": "B200 H200 Hardware",
+    "mdi_shared.cost.linear": "LinearCost",
     "mdi_shared.placement": "LeastKV LeastTokens Placement RoundRobin",
-    "mdi_shared.predicted_cost": "PredictedCost",
-    "mdi_shared.roofline": "Efficiencies RooflineCost",
-    "mdi_shared.shape": "TINY V41_FLASH ModelShape",
+    "mdi_shared.cost.predicted": "PredictedCost",
+    "mdi_shared.cost.roofline": "Efficiencies RooflineCost",
+    "mdi_shared.cost.shape": "TINY V41_FLASH ModelShape",
     "mdi_traces": "WORKLOADS ChatSessions Finding Fixed LogNormal Poisson RequestTrace Run Uniform "
     "Workload check_requests check_run generate_workload load_requests load_run parse_arrivals "
     "parse_lengths",
-    "mdi_exec.engine": "LLMEngine",
-    "mdi_exec.llm": "LLM",
-    "mdi_exec.make_checkpoint": "make_checkpoint",
-    "mdi_exec.request_state": "RequestOutput",
-    "mdi_exec.sampling": "SamplingParams",
-    "mdi_sim.calibrate": "calibrate",
-    "mdi_sim.group_fit": "calibrate_group",
-    "mdi_sim.replay": "replay_recorded",
-    "mdi_sim.transfer": "transfer",
-    "mdi_sim.tuning": "Tuning",
+    "mdi_exec.engine.engine": "LLMEngine",
+    "mdi_exec.engine.llm": "LLM",
+    "mdi_exec.weights.make_checkpoint": "make_checkpoint",
+    "mdi_exec.engine.request_state": "RequestOutput",
+    "mdi_exec.engine.sampling": "SamplingParams",
+    "mdi_sim.fit.calibrate": "calibrate",
+    "mdi_sim.fit.group": "calibrate_group",
+    "mdi_sim.retrace": "replay_recorded",
+    "mdi_sim.fit.transfer": "transfer",
+    "mdi_sim.search.tuning": "Tuning",
     "minideepinfer.run_summary": "RunSummary summarize",
     "minideepinfer.simulated": "SimulatedRun simulate",
     "minideepinfer.tuned": "tune",

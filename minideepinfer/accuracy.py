@@ -3,7 +3,7 @@
 Each run is left out together with all runs of the same requests, a model is fitted to the rest,
 and the run is simulated anew from its arrivals and options alone: no recorded duration goes in.
 
-Read next: `mdi_sim/calibrate.py` (the fit), `mdi_analysis/compare.py`, docs/accuracy.md.
+Read next: `mdi_sim/fit/calibrate.py` (the fit), `mdi_analysis/compare.py`, docs/accuracy.md.
 """
 
 import os
@@ -14,17 +14,17 @@ from typing import Any
 import pyarrow as pa
 
 from mdi_analysis.compare import compare
-from mdi_shared.cost import StepCost
+from mdi_shared.cost.linear import LinearCost
+from mdi_shared.cost.step_cost import StepCost
 from mdi_shared.errors import ConfigError
-from mdi_shared.linear_cost import LinearCost
-from mdi_sim.calibrate import fit_runs
-from mdi_sim.calibration_input import Recorded, read_recorded, require_alike
-from mdi_sim.diagnostics import errors
-from mdi_sim.features import DECODE, PREFILL, gather_steps
-from mdi_sim.model_error import ScaledCost
-from mdi_sim.replay import recorded_config, recorded_requests, recorded_shape
+from mdi_sim.fit.calibrate import fit_runs
+from mdi_sim.fit.diagnostics import errors
+from mdi_sim.fit.features import DECODE, PREFILL, gather_steps
+from mdi_sim.fit.recorded import Recorded, read_recorded, require_alike
+from mdi_sim.fit.steps import FittedSteps
+from mdi_sim.retrace import recorded_config, recorded_requests, recorded_shape
+from mdi_sim.search.model_error import ScaledCost
 from mdi_sim.simulate import simulate
-from mdi_sim.step_fit import FittedSteps
 from mdi_traces.columns import ints
 from mdi_traces.run import Run, load_run
 

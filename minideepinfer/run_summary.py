@@ -15,9 +15,9 @@ import numpy as np
 
 import mdi_analysis
 from mdi_analysis import SLO, RunLike, Summary
+from mdi_shared.cost.linear import LinearCost
 from mdi_shared.errors import ConfigError
-from mdi_shared.linear_cost import LinearCost
-from mdi_sim.features import extrapolated_steps
+from mdi_sim.fit.features import extrapolated_steps
 from mdi_traces.run import Run
 from minideepinfer.labels import label
 

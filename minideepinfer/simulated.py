@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.cost import StepCost
+from mdi_shared.cost.shape import V41_FLASH, ModelShape
+from mdi_shared.cost.step_cost import StepCost
 from mdi_shared.placement import Placement
-from mdi_shared.shape import V41_FLASH, ModelShape
 from mdi_sim.simulate import simulate as run_simulation
 from mdi_traces.formats import load_requests
 from mdi_traces.requests import RequestTrace

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mdi_analysis.drawing import BLUE, GREY, ORANGE, VERMILION
-from mdi_sim.tuning import GOODPUT, Measured, Trial, Tuning, merit
+from mdi_sim.search.tuning import GOODPUT, Measured, Trial, Tuning, merit
 from mdi_traces.io import atomic_file
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 Nothing is decided here; `Tuning` says what is best and whether the gain exceeds the model's error.
 
-Read next: `mdi_sim/tuning.py` (the verdict), docs/tuning.md (how to read it).
+Read next: `mdi_sim/search/tuning.py` (the verdict), docs/tuning.md (how to read it).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from mdi_analysis import SLO
 from mdi_analysis.report import change, make_table, number, percent, plain
-from mdi_sim.settings import changes_of
-from mdi_sim.tune import NEGLIGIBLE
-from mdi_sim.tuning import GOODPUT, Gain, Range, Trial, Tuning
+from mdi_sim.search.settings import changes_of
+from mdi_sim.search.tune import NEGLIGIBLE
+from mdi_sim.search.tuning import GOODPUT, Gain, Range, Trial, Tuning
 from minideepinfer.labels import cost_label
 from minideepinfer.tune_plot import plot_tuning
 

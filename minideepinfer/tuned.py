@@ -1,8 +1,8 @@
 """`tune` for users: a trace, a cost model and what is wanted in; the setting to use out.
 
-The search is `mdi_sim/tune.py`; here a simulated run becomes the numbers it compares.
+The search is `mdi_sim/search/tune.py`; here a simulated run becomes the numbers it compares.
 
-Read next: `mdi_sim/tune.py`, docs/tuning.md.
+Read next: `mdi_sim/search/tune.py`, docs/tuning.md.
 """
 
 import os
@@ -11,12 +11,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.cost import StepCost
+from mdi_shared.cost.shape import V41_FLASH, ModelShape
+from mdi_shared.cost.step_cost import StepCost
 from mdi_shared.placement import Placement
-from mdi_shared.shape import V41_FLASH, ModelShape
-from mdi_sim.settings import DEFAULT_TRIALS
-from mdi_sim.tune import tune as run_search
-from mdi_sim.tuning import GOODPUT, THROUGHPUT, Measured, Tuning
+from mdi_sim.search.settings import DEFAULT_TRIALS
+from mdi_sim.search.tune import tune as run_search
+from mdi_sim.search.tuning import GOODPUT, THROUGHPUT, Measured, Tuning
 from mdi_traces.formats import load_requests
 from mdi_traces.requests import RequestTrace
 from mdi_traces.run import Run
@@ -45,7 +45,7 @@ def tune(
 
     With `slo` the share of requests that meet it is maximised, ties by tokens per second; without,
     tokens per second. `work` is a request trace or the path of one. Options are those of
-    `mdi_sim.tune.tune`, and so are the errors, beside `TraceError` for a broken trace file.
+    `mdi_sim.search.tune.tune`, and so are the errors, beside `TraceError` for a broken trace file.
     """
     return run_search(
         work if isinstance(work, RequestTrace) else load_requests(work),

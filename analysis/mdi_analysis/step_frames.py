@@ -27,10 +27,10 @@ from mdi_analysis.metrics import locate_items
 from mdi_analysis.step_roofline import run_shape, step_works
 from mdi_analysis.step_times import device_ms, gap_ms, had_requests, host_times, in_order, optional
 from mdi_analysis.usage import emitted_tokens
-from mdi_shared.cost import StepCost
+from mdi_shared.cost.linear import LinearCost
+from mdi_shared.cost.shape import ModelShape
+from mdi_shared.cost.step_cost import StepCost
 from mdi_shared.errors import TraceError
-from mdi_shared.linear_cost import LinearCost
-from mdi_shared.shape import ModelShape
 from mdi_traces.step_features import COLUMN_OF, is_compile, is_warm
 
 # What `steps_frame` adds to the step table.

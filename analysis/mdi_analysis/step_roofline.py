@@ -1,10 +1,10 @@
 """How fast a step could be: its work, the fewest bytes it must move, and the time of both at peak.
 
 Work is read back from the columns of the step table, to the last pair; formulas are those of
-engine-semantics §7.1 in `mdi_shared.flops` and `mdi_shared.traffic`. A floor is no prediction: no
-kernel reaches a machine's peak.
+engine-semantics §7.1 in `mdi_shared.cost.flops` and `mdi_shared.cost.traffic`. A floor is no
+prediction: no kernel reaches a machine's peak.
 
-Read next: `mdi_shared/roofline.py` (the model), `step_frames.py` (the frame).
+Read next: `mdi_shared/cost/roofline.py` (the model), `step_frames.py` (the frame).
 """
 
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ import pandas as pd
 
 from mdi_analysis.frames import NS_PER_MS, OWN_KINDS, RunLike, floats, ints, is_kind, kind_codes
 from mdi_analysis.step_times import device_ms
+from mdi_shared.cost.flops import coefficients
+from mdi_shared.cost.hardware import Hardware, hardware_by_name
+from mdi_shared.cost.roofline import Efficiencies, RooflineCost
+from mdi_shared.cost.shape import SHAPES, ModelShape, shape_from_mapping
+from mdi_shared.cost.work import StepWork
 from mdi_shared.errors import ConfigError
-from mdi_shared.flops import coefficients
-from mdi_shared.hardware import Hardware, hardware_by_name
-from mdi_shared.roofline import Efficiencies, RooflineCost
-from mdi_shared.shape import SHAPES, ModelShape, shape_from_mapping
-from mdi_shared.work import StepWork
 
 AT_PEAK = Efficiencies(tensor=1.0, vector=1.0, memory=1.0, link=1.0, overhead_ns_per_layer=0)
 TOLERANCE = 1e-9  # of FLOPs: they are stored as float64

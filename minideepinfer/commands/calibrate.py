@@ -1,6 +1,6 @@
 """`mdi calibrate`: fit a step-time model to runs and say how well it predicts.
 
-Read next: `mdi_sim/calibrate.py`, docs/calibration.md.
+Read next: `mdi_sim/fit/calibrate.py`, docs/calibration.md.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from minideepinfer.commands.screen import facts_table, show_json, show_table
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from mdi_shared.linear_cost import LinearCost
+    from mdi_shared.cost.linear import LinearCost
 
 
 def calibrate(
@@ -59,9 +59,9 @@ def calibrate(
 
 def _fit(traces: list[Path], base: Path | None, *, allow_constant: bool) -> "LinearCost":
     """Fit a model to runs of one rank, or the group terms of `base` to runs of several."""
-    from mdi_shared.linear_cost import LinearCost
-    from mdi_sim.calibrate import calibrate as fit
-    from mdi_sim.group_fit import calibrate_group
+    from mdi_shared.cost.linear import LinearCost
+    from mdi_sim.fit.calibrate import calibrate as fit
+    from mdi_sim.fit.group import calibrate_group
 
     if base is None:
         return fit(traces, allow_constant=allow_constant)

@@ -2,7 +2,7 @@
 
 Importing this module is cheap; torch is imported when a model is opened.
 
-Read next: `generate.py`, `record.py`, `mdi_exec/options.py`.
+Read next: `generate.py`, `record.py`, `mdi_exec/engine/options.py`.
 """
 
 import os
@@ -17,7 +17,7 @@ from minideepinfer.commands.screen import tell
 from minideepinfer.commands.values import parse_pairs
 
 if TYPE_CHECKING:
-    from mdi_exec.llm import LLM
+    from mdi_exec.engine.llm import LLM
 
 ModelPath = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub id.")]
 SetOptions = Annotated[
@@ -56,7 +56,7 @@ def require_executor() -> None:
 
 def engine_options(pairs: Sequence[str] | None) -> dict[str, Any]:
     """Read `key=value` pairs of the engine's and the scheduler's options."""
-    from mdi_exec.options import EngineOptions
+    from mdi_exec.engine.options import EngineOptions
 
     types = {**get_type_hints(EngineOptions), **get_type_hints(SchedulerConfig)}
     return parse_pairs(pairs or (), types)
@@ -68,7 +68,7 @@ def open_model(model: str, device: str, pairs: Sequence[str] | None, **options: 
     What loading will take and what speaks against the options goes to standard error.
     """
     require_executor()
-    from mdi_exec.llm import LLM
+    from mdi_exec.engine.llm import LLM
 
     llm = LLM(model, on_estimate=tell, **{"device": device, **options, **engine_options(pairs)})
     for note in llm.notes:

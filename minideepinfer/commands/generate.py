@@ -1,6 +1,6 @@
 """`mdi generate`: prompts in, text out, on the real model.
 
-Read next: `executor.py` (options), `mdi_exec/llm.py`.
+Read next: `executor.py` (options), `mdi_exec/engine/llm.py`.
 """
 
 from typing import TYPE_CHECKING, Annotated
@@ -19,7 +19,7 @@ from minideepinfer.commands.executor import (
 from minideepinfer.commands.screen import show_json, show_table, tell
 
 if TYPE_CHECKING:
-    from mdi_exec.request_state import RequestOutput
+    from mdi_exec.engine.request_state import RequestOutput
 
 
 def generate(
@@ -47,7 +47,7 @@ def generate(
     given: list[str | list[int]] = [*(prompts or []), *[_token_ids(text) for text in ids or []]]
     if not given:
         raise ConfigError("PROMPT", None, "give at least one text, or --ids")
-    from mdi_exec.sampling import SamplingParams
+    from mdi_exec.engine.sampling import SamplingParams
 
     params = [
         SamplingParams(

@@ -1,6 +1,6 @@
 """`mdi make-checkpoint`: a random-weight checkpoint in the released format.
 
-Read next: `mdi_exec/make_checkpoint.py`, `mdi_exec/presets.py`.
+Read next: `mdi_exec/weights/make_checkpoint.py`, `mdi_exec/weights/presets.py`.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ def make_checkpoint(
 ) -> None:
     """Write a checkpoint with random weights, for machines that cannot download the real one."""
     require_executor()
-    from mdi_exec.make_checkpoint import make_checkpoint as make
+    from mdi_exec.weights.make_checkpoint import make_checkpoint as make
 
     made = make(directory, preset, layers=layers, seed=seed, num_experts=experts)
     size = sum(file.stat().st_size for file in made.iterdir())

@@ -3,7 +3,7 @@ step trace.
 
 Prompts are random tokens of the lengths the trace names: a trace holds no text.
 
-Read next: `mdi_exec/serve_trace.py`, `mdi_exec/recording.py`.
+Read next: `mdi_exec/engine/serve_trace.py`, `mdi_exec/engine/recording.py`.
 """
 
 from pathlib import Path
@@ -117,7 +117,7 @@ def _serve(
 ) -> None:
     require_output("out", out.with_name(f"{out.name}.steps.parquet"))
     with open_model(model, device, pairs, record=str(out), data_parallel_size=ranks) as llm:
-        from mdi_exec.serve_trace import TraceClient
+        from mdi_exec.engine.serve_trace import TraceClient
 
         if is_first_rank():
             tell(f"loaded {model} on {device}; serving {len(work):,} requests")

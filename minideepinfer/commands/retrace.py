@@ -1,6 +1,6 @@
 """`mdi retrace`: a recorded run once more in the simulator, at the times it really had.
 
-Read next: `mdi_sim/replay.py`.
+Read next: `mdi_sim/retrace.py`.
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ def retrace(
         require_output("out", out.with_name(f"{out.name}.steps.parquet"))
     real = read_run(run)
     import mdi_analysis
-    from mdi_sim.replay import replay_recorded
+    from mdi_sim.retrace import replay_recorded
 
     simulated = replay_recorded(real)
     if out is not None:

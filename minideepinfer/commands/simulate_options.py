@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from mdi_shared.config import SchedulerConfig
+from mdi_shared.cost.hardware import HARDWARE
+from mdi_shared.cost.shape import SHAPES
 from mdi_shared.errors import ConfigError, MiniDeepInferError
-from mdi_shared.hardware import HARDWARE
 from mdi_shared.placement import PLACEMENTS
-from mdi_shared.shape import SHAPES
 from minideepinfer.commands.declare import Given, argument, option
 from minideepinfer.commands.values import parse_pairs, read_config
 

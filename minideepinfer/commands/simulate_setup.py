@@ -11,16 +11,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.cost import StepCost
-from mdi_shared.cost_file import read_cost_file
+from mdi_shared.cost.files import read_cost_file
+from mdi_shared.cost.footprint import weight_bytes
+from mdi_shared.cost.group import ASSUMED, assumed_group_cost
+from mdi_shared.cost.hardware import hardware_by_name, hardware_in
+from mdi_shared.cost.linear import LinearCost
+from mdi_shared.cost.predicted import PredictedCost
+from mdi_shared.cost.roofline import RooflineCost
+from mdi_shared.cost.shape import ModelShape, shape_by_name, shape_from_mapping
+from mdi_shared.cost.step_cost import StepCost
 from mdi_shared.errors import ConfigError
-from mdi_shared.footprint import weight_bytes
-from mdi_shared.group_cost import ASSUMED, assumed_group_cost
-from mdi_shared.hardware import hardware_by_name, hardware_in
-from mdi_shared.linear_cost import LinearCost
-from mdi_shared.predicted_cost import PredictedCost
-from mdi_shared.roofline import RooflineCost
-from mdi_shared.shape import ModelShape, shape_by_name, shape_from_mapping
 from minideepinfer.commands.files import read_requests, require_input
 from minideepinfer.commands.simulate_options import (
     DEFAULT_ACCEPT_RATE,

@@ -1,6 +1,6 @@
 """`mdi transfer`: predict step times on hardware, or for a model, that was never recorded.
 
-Read next: `mdi_sim/transfer.py`, docs/calibration.md ("Transfer").
+Read next: `mdi_sim/fit/transfer.py`, docs/calibration.md ("Transfer").
 """
 
 import hashlib
@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mdi_shared.cost_file import read_cost_file
+from mdi_shared.cost.files import read_cost_file
+from mdi_shared.cost.hardware import HARDWARE, hardware_by_name
+from mdi_shared.cost.linear import LinearCost
+from mdi_shared.cost.shape import SHAPES, ModelShape, shape_by_name
+from mdi_shared.cost.work import decode_work, prefill_work
 from mdi_shared.errors import ConfigError
-from mdi_shared.hardware import HARDWARE, hardware_by_name
-from mdi_shared.linear_cost import LinearCost
-from mdi_shared.shape import SHAPES, ModelShape, shape_by_name
-from mdi_shared.work import decode_work, prefill_work
 from minideepinfer.commands.files import require_input, require_output, require_runs, write_json
 from minideepinfer.commands.screen import facts_table, show_json, show_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from mdi_shared.predicted_cost import PredictedCost
+    from mdi_shared.cost.predicted import PredictedCost
 
 NAMES = {"fp8": "FP8 tensor cores", "bf16": "bf16 tensor cores", "fp32": "f32 vector units",
          "memory": "memory", "link": "link"}  # fmt: skip
@@ -74,8 +74,8 @@ def transfer(
     fitted = _fitted(model)
     target = None if hardware is None else hardware_by_name(hardware)
     source = None if from_hardware is None else hardware_by_name(from_hardware)
-    from mdi_sim.transfer import prediction_errors
-    from mdi_sim.transfer import transfer as predict
+    from mdi_sim.fit.transfer import prediction_errors
+    from mdi_sim.fit.transfer import transfer as predict
 
     shape = None if to_model is None else _shape(to_model)
     digest = hashlib.sha256(model.read_bytes()).hexdigest()
@@ -105,7 +105,7 @@ def _shape(name: str) -> ModelShape:
     path = Path(name)
     if not path.is_file():
         raise ConfigError("model", name, f"no such file, nor one of {', '.join(SHAPES)}")
-    from mdi_sim.transfer import fitted_shape
+    from mdi_sim.fit.transfer import fitted_shape
 
     return fitted_shape(_fitted(path))
 
@@ -146,7 +146,7 @@ def _terms(found: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _examples(cost: "PredictedCost") -> list[tuple[str, str]]:
     """Return a few steps' times, and which share of the peak rates they amount to."""
-    from mdi_shared.roofline import PEAK, RooflineCost
+    from mdi_shared.cost.roofline import PEAK, RooflineCost
 
     new, context = PREFILL_SHOWN
     works = {f"prefill, {new:,} new of {context:,} tokens":

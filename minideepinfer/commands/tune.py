@@ -3,7 +3,7 @@
 Interrupted, it shows what it has so far. Nothing is written but the plot asked for.
 
 Read next: `simulate_options.py` (most of its options), `minideepinfer/tune_report.py` (what is
-shown), `mdi_sim/tune.py` (the search).
+shown), `mdi_sim/search/tune.py` (the search).
 """
 # ruff: noqa: RUF009 - `option` returns a dataclass field, as `dataclasses.field` does
 
@@ -17,7 +17,7 @@ import typer
 
 from mdi_shared.errors import ConfigError
 from mdi_shared.placement import placement_by_name
-from mdi_sim.settings import DEFAULT_TRIALS
+from mdi_sim.search.settings import DEFAULT_TRIALS
 from minideepinfer.commands.declare import Given, option, takes_options
 from minideepinfer.commands.files import require_output
 from minideepinfer.commands.screen import progress, show_json, show_table, tell

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mdi_shared.chunking import CostTarget
-from mdi_shared.cost import group_device_ns
+from mdi_shared.cost.step_cost import group_device_ns
+from mdi_shared.cost.work import prefill_work
 from mdi_shared.prefill import PrefillSelection
-from mdi_shared.work import prefill_work
 
 SHARES = 16
 

@@ -5,7 +5,7 @@ fills it up to a step time, so that chunks shrink as their context grows and eve
 about equally long (engine-semantics §7.3; the formulation is this project's own). Admission,
 checkpoints and the lookahead are the scheduler's business, not a policy's.
 
-Read next: `prefill.py` (the caller), `cost.py` and `work.py` (what a step takes).
+Read next: `prefill.py` (the caller), `cost/step_cost.py` and `work.py` (what a step takes).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,11 +14,11 @@ from math import lcm
 from typing import Protocol
 
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.cost import StepCost
+from mdi_shared.cost.linear import LinearCost
+from mdi_shared.cost.shape import ModelShape
+from mdi_shared.cost.step_cost import StepCost
+from mdi_shared.cost.work import PromptRow, add_work, decode_work, prefill_work
 from mdi_shared.errors import ConfigError
-from mdi_shared.linear_cost import LinearCost
-from mdi_shared.shape import ModelShape
-from mdi_shared.work import PromptRow, add_work, decode_work, prefill_work
 
 
 class ChunkPolicy(Protocol):

@@ -1,6 +1,6 @@
 """Reads parts of a JSON file into plain values, each refusal one line that names the part.
 
-Read next: `linear_cost.py` and `predicted_cost.py`, whose files these are.
+Read next: `cost/linear.py` and `cost/predicted.py`, whose files these are.
 """
 
 import json

@@ -6,10 +6,10 @@ the search. At most one prompt is left partial, and it is the last of the step.
 
 from mdi_shared.blocks import Fit
 from mdi_shared.chunking import ChunkPolicy
+from mdi_shared.cost.work import PromptRow
 from mdi_shared.plan import Ending
 from mdi_shared.queues import Queues
 from mdi_shared.request import Sequence, State
-from mdi_shared.work import PromptRow
 
 
 class PrefillBatch:

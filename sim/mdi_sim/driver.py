@@ -10,7 +10,9 @@ from collections.abc import Callable, Generator
 
 import simpy
 
-from mdi_shared.cost import StepCost
+from mdi_shared.cost.shape import ModelShape
+from mdi_shared.cost.step_cost import StepCost
+from mdi_shared.cost.work import DecodeWork, StepWork, step_work
 from mdi_shared.loop import (
     Answer,
     AwaitArrival,
@@ -27,8 +29,6 @@ from mdi_shared.loop import (
 from mdi_shared.plan import StepPlan, StepResult
 from mdi_shared.request import Request
 from mdi_shared.scheduler import Scheduler
-from mdi_shared.shape import ModelShape
-from mdi_shared.work import DecodeWork, StepWork, step_work
 from mdi_sim.group import DeviceStep, Group, Waits
 from mdi_sim.outcomes import Outcomes
 from mdi_sim.source import Source

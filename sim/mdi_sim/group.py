@@ -6,10 +6,10 @@ from typing import Any, Generic, TypeVar
 import simpy
 
 from mdi_shared.balance import Offer, best_share
-from mdi_shared.cost import group_device_ns
-from mdi_shared.group_cost import GroupCost
+from mdi_shared.cost.group import GroupCost
+from mdi_shared.cost.step_cost import group_device_ns
+from mdi_shared.cost.work import StepWork
 from mdi_shared.vote import Ballot, decide
-from mdi_shared.work import StepWork
 
 Waits = Generator[simpy.Event, None, None]
 

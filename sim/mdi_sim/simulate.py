@@ -13,14 +13,14 @@ import simpy
 
 from mdi_shared.chunking import make_policy
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.cost import StepCost
+from mdi_shared.cost.hardware import H200
+from mdi_shared.cost.linear import LinearCost
+from mdi_shared.cost.roofline import RooflineCost
+from mdi_shared.cost.shape import V41_FLASH, ModelShape
+from mdi_shared.cost.step_cost import StepCost
 from mdi_shared.errors import ConfigError
-from mdi_shared.hardware import H200
-from mdi_shared.linear_cost import LinearCost
 from mdi_shared.placement import Placement, RoundRobin
-from mdi_shared.roofline import RooflineCost
 from mdi_shared.scheduler import Scheduler
-from mdi_shared.shape import V41_FLASH, ModelShape
 from mdi_sim.driver import RankDriver, TimeIsUp
 from mdi_sim.group import Group
 from mdi_sim.outcomes import Outcomes

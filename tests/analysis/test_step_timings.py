@@ -17,13 +17,13 @@ from mdi_analysis import (
 )
 from mdi_analysis.step_frames import ITEM_COLUMNS, STEP_COLUMNS, columns_markdown
 from mdi_analysis.step_roofline import step_works
-from mdi_shared.cost import ConstantCost
+from mdi_shared.cost.hardware import H200
+from mdi_shared.cost.linear import PREFILL_FEATURES, LinearCost, features
+from mdi_shared.cost.roofline import RooflineCost
+from mdi_shared.cost.shape import TINY
+from mdi_shared.cost.step_cost import ConstantCost
+from mdi_shared.cost.work import decode_work, prefill_work
 from mdi_shared.errors import ConfigError, TraceError
-from mdi_shared.hardware import H200
-from mdi_shared.linear_cost import PREFILL_FEATURES, LinearCost, features
-from mdi_shared.roofline import RooflineCost
-from mdi_shared.shape import TINY
-from mdi_shared.work import decode_work, prefill_work
 from mdi_traces import load_run
 from mdi_traces.run import Run
 from tests.sim.recorded import with_columns

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mdi_shared.group_cost import FITTED, GroupCost, GroupTerms
-from mdi_shared.linear_cost import LinearCost
-from mdi_shared.shape import TINY, V41_FLASH
+from mdi_shared.cost.group import FITTED, GroupCost, GroupTerms
+from mdi_shared.cost.linear import LinearCost
+from mdi_shared.cost.shape import TINY, V41_FLASH
 from mdi_sim.simulate import simulate
 from mdi_traces.run import load_run
 from tests.sim.recorded import CONFIG, TRUTH, noisy_run, requests

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.shape import TINY
+from mdi_shared.cost.shape import TINY
 from minideepinfer import load_run
 
 CONFIG = """

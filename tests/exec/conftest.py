@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mdi_exec.batch import BLOCK_TOKENS, Batch, BatchItem
-from mdi_exec.cache import CacheLayout, DeviceCache
+from mdi_exec.model.batch import BLOCK_TOKENS, Batch, BatchItem
+from mdi_exec.model.cache import CacheLayout, DeviceCache
 from mdi_exec.model.config import ModelConfig
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.model.weights import Weights

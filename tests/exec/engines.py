@@ -6,9 +6,9 @@ from collections import deque
 from concurrent.futures import Future
 from pathlib import Path
 
-from mdi_exec.engine import LLMEngine
-from mdi_exec.llm import LLM
-from mdi_exec.runner import StepTokens
+from mdi_exec.engine.engine import LLMEngine
+from mdi_exec.engine.llm import LLM
+from mdi_exec.engine.runner import StepTokens
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.scheduler import Scheduler
 

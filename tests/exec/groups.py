@@ -6,9 +6,9 @@ from unittest import mock
 
 import torch
 
-from mdi_exec.collectives import Collectives
 from mdi_exec.errors import GroupError
-from mdi_exec.parallel import RankAddress, RankGroup
+from mdi_exec.ranks.collectives import Collectives
+from mdi_exec.ranks.parallel import RankAddress, RankGroup
 
 LONGEST_S = 60  # a rank that waits longer for the others hangs
 
@@ -140,7 +140,7 @@ def llms_find(group_of_thread):
 
     with (
         mock.patch.object(RankAddress, "from_environment", staticmethod(address)),
-        mock.patch("mdi_exec.llm.join_group", join),
+        mock.patch("mdi_exec.engine.llm.join_group", join),
     ):
         yield
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
-from mdi_exec.batch import Batch, BatchItem
-from mdi_exec.cache import CacheLayout, DeviceCache
-from mdi_exec.exchange import StepRows
+from mdi_exec.model.batch import Batch, BatchItem
+from mdi_exec.model.cache import CacheLayout, DeviceCache
+from mdi_exec.ranks.exchange import StepRows
 from tests.exec.conftest import GOLDEN, blocks_for
 
 # One prompt a rank, as (q, k) of its steps: long chunks beside a single row, then decoding.

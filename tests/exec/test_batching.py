@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mdi_exec.batch import Batch, BatchItem
 from mdi_exec.model import indexer
+from mdi_exec.model.batch import Batch, BatchItem
 from mdi_exec.numerics import Numerics
 from mdi_exec.ops import sparse_attention
 

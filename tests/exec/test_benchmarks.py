@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mdi_shared.errors import TraceError
-from mdi_sim.replay import replay_recorded
+from mdi_sim.retrace import replay_recorded
 from mdi_traces.run import load_run
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mdi_exec.batch import Batch, BatchItem
-from mdi_exec.cache import CacheLayout, DeviceCache
+from mdi_exec.model.batch import Batch, BatchItem
+from mdi_exec.model.cache import CacheLayout, DeviceCache
 from mdi_exec.model.step_context import StepContext
 from mdi_exec.model.transformer import Layer, Transformer
 from mdi_exec.model.weights import Weights

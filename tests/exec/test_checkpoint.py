@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mdi_exec.checkpoint import INDEX_FILE, Checkpoint, open_checkpoint
-from mdi_exec.checkpoint_names import TensorSpec, expected_tensors
 from mdi_exec.model.config import ModelConfig
-from mdi_exec.presets import released_config
-from mdi_exec.safetensors_header import CheckpointError, header_bytes, read_header
+from mdi_exec.weights.checkpoint import INDEX_FILE, Checkpoint, open_checkpoint
+from mdi_exec.weights.names import TensorSpec, expected_tensors
+from mdi_exec.weights.presets import released_config
+from mdi_exec.weights.safetensors_header import CheckpointError, header_bytes, read_header
 from mdi_shared.errors import ConfigError
 
 FILE = "model.safetensors"
@@ -299,7 +299,7 @@ def test_a_file_that_cannot_be_mapped_is_named(tiny, monkeypatch):
     def refuse(*args, **options):
         raise RuntimeError("unable to mmap 5 bytes: Cannot allocate memory")
 
-    monkeypatch.setattr("mdi_exec.checkpoint.safe_open", refuse)
+    monkeypatch.setattr("mdi_exec.weights.checkpoint.safe_open", refuse)
     with pytest.raises(CheckpointError, match=rf"^{FILE}: cannot be mapped: unable to mmap"):
         open_checkpoint(tiny).get("norm.weight")
 
@@ -334,7 +334,7 @@ def test_a_hub_id_opens_what_was_downloaded(golden_path, monkeypatch):
         asked.append((hub_id, revision, tuple(allow_patterns)))
         return str(golden_path / "tiny")
 
-    monkeypatch.setattr("mdi_exec.checkpoint.snapshot_download", download)
+    monkeypatch.setattr("mdi_exec.weights.checkpoint.snapshot_download", download)
     checkpoint = open_checkpoint("some-org/some-model", "v1")
     assert isinstance(checkpoint, Checkpoint)
     assert checkpoint.name == "some-org/some-model"

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from mdi_exec import device_clock
-from mdi_exec.device_clock import RENEW_NS, CpuClock, CudaClock
+from mdi_exec.engine import device_clock
+from mdi_exec.engine.device_clock import RENEW_NS, CpuClock, CudaClock
 
 OFFSET_MS = 500.0  # what the made-up device's clock is ahead of nothing in particular
 

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from mdi_exec.batch import BLOCK_TOKENS, Batch, BatchItem
-from mdi_exec.cache import CacheLayout, DeviceCache
-from mdi_exec.device_weights import RandomSource, random_token_map
-from mdi_exec.make_checkpoint import make_checkpoint
+from mdi_exec.model.batch import BLOCK_TOKENS, Batch, BatchItem
+from mdi_exec.model.cache import CacheLayout, DeviceCache
 from mdi_exec.model.config import ModelConfig
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.model.weights import Weights
-from mdi_exec.model_source import open_model, random_config
-from mdi_exec.presets import layer_kinds, released_config
+from mdi_exec.weights.device import RandomSource, random_token_map
+from mdi_exec.weights.make_checkpoint import make_checkpoint
+from mdi_exec.weights.presets import layer_kinds, released_config
+from mdi_exec.weights.source import open_model, random_config
 from mdi_shared.errors import ConfigError
 
 SLICE_KINDS = ["window+engram", "source r2", "reuse r2", "candidate source r1", "re-index r1",

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from mdi_exec import options
-from mdi_exec.options import EngineOptions
+from mdi_exec.engine import options
+from mdi_exec.engine.options import EngineOptions
 from mdi_shared.config import SchedulerConfig
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "exec" / "mdi_exec"
-FOLDERS = (ROOT, PACKAGE, ROOT / "shared" / "mdi_shared")  # what a path may be relative to
+CORE = ROOT / "shared" / "mdi_shared"
+ROOMS = [PACKAGE / name for name in ("engine", "weights", "ranks")]
+FOLDERS = (ROOT, PACKAGE, CORE, CORE / "cost", *ROOMS)  # what a path may be relative to
 UPSTREAM = ("deepinfer/", "csrc/", "…/", "environ.py")  # another project's paths
 
 # Where the executor's default is not the field's own.

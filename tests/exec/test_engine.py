@@ -6,9 +6,9 @@ from threading import Thread
 
 import pytest
 
-from mdi_exec.llm import LLM
+from mdi_exec.engine.llm import LLM
+from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.numerics import Numerics
-from mdi_exec.sampling import SamplingParams
 from tests.exec.engines import CHECKPOINT, SMALL, Watch, is_empty
 
 PROMPT = [17, 300, 5, 42, 999]

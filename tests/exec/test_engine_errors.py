@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mdi_exec.engine.llm import LLM
+from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.errors import EngineStoppedError, NumericsError
-from mdi_exec.llm import LLM
-from mdi_exec.sampling import SamplingParams
 from mdi_shared.errors import ConfigError
 from tests.exec.engines import CHECKPOINT, SMALL, is_empty
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import mdi_exec.ops.hyper_connections as hc_ops
-from mdi_exec.batch import Batch, BatchItem
-from mdi_exec.llm import LLM
+from mdi_exec.engine.llm import LLM
+from mdi_exec.engine.sampling import SamplingParams
+from mdi_exec.model.batch import Batch, BatchItem
 from mdi_exec.numerics import Numerics
-from mdi_exec.sampling import SamplingParams
 from tests.exec.engines import CHECKPOINT, SMALL, Watch, is_empty, report
 
 LENGTHS = (1, 37, 127, 128, 129, 300, 520)

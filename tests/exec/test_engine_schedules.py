@@ -10,8 +10,8 @@ from threading import Thread
 
 import pytest
 
+from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.errors import EngineStoppedError
-from mdi_exec.sampling import SamplingParams
 from mdi_shared.errors import ConfigError, DeadlockError
 from tests.exec.engines import fake_engine, is_empty
 

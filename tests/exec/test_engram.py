@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from mdi_exec.batch import Batch, BatchItem
+from mdi_exec.model.batch import Batch, BatchItem
 from mdi_exec.model.engram import engram_hashes
 from mdi_exec.model.step_context import StepContext
 from mdi_exec.numerics import Numerics

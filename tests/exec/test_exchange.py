@@ -4,19 +4,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mdi_exec.checkpoint import open_checkpoint
-from mdi_exec.collectives import Collectives, pack, pad_rows, unpack
-from mdi_exec.exchange import (
+from mdi_exec.model.transformer import Transformer
+from mdi_exec.model.weights import ExpansionBudget, Weights
+from mdi_exec.numerics import Numerics
+from mdi_exec.ops.routing import group_own_rows, group_rows
+from mdi_exec.ranks.collectives import Collectives, pack, pad_rows, unpack
+from mdi_exec.ranks.exchange import (
     KINDS,
     NO_EXCHANGE,
     ExpertShard,
     NoExchange,
     make_exchange,
 )
-from mdi_exec.model.transformer import Transformer
-from mdi_exec.model.weights import ExpansionBudget, Weights
-from mdi_exec.numerics import Numerics
-from mdi_exec.ops.routing import group_own_rows, group_rows
+from mdi_exec.weights.checkpoint import open_checkpoint
 from mdi_shared.errors import ConfigError
 from tests.exec.conftest import GOLDEN
 from tests.exec.engines import report

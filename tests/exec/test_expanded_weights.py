@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from mdi_exec.batch import Batch, BatchItem
-from mdi_exec.cache import CacheLayout, DeviceCache
+from mdi_exec.engine.options import EngineOptions
+from mdi_exec.model.batch import Batch, BatchItem
+from mdi_exec.model.cache import CacheLayout, DeviceCache
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.model.weights import ExpansionBudget, Weights
 from mdi_exec.numerics import Numerics
 from mdi_exec.ops.gemm import QuantisedWeight
-from mdi_exec.options import EngineOptions
 from mdi_shared.errors import ConfigError
 
 PLENTY = 1e9

@@ -7,14 +7,14 @@ the results where the first run put them. `tests/gpu/test_runner.py` has the rea
 import pytest
 import torch
 
-import mdi_exec.graphs as graphs_module
+import mdi_exec.engine.graphs as graphs_module
+from mdi_exec.engine.llm import LLM
+from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.errors import NumericsError
-from mdi_exec.llm import LLM
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.numerics import Numerics
-from mdi_exec.sampling import SamplingParams
+from mdi_shared.cost.graph_sizes import SIZES, graph_sizes
 from mdi_shared.errors import ConfigError
-from mdi_shared.graph_sizes import SIZES, graph_sizes
 from tests.exec.engines import CHECKPOINT, SMALL
 
 PROMPTS = [[5 + i, 17, 300, 42 + i][: 1 + i % 4] * (1 + 40 * (i == 2)) for i in range(5)]

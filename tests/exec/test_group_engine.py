@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("torch", reason="running models needs the exec extra")
 
-from mdi_exec.engine import LLMEngine
+from mdi_exec.engine.engine import LLMEngine
+from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.errors import EngineStoppedError, GroupError
-from mdi_exec.sampling import SamplingParams
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.scheduler import Scheduler
 from mdi_shared.vote import ANY

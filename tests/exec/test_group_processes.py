@@ -16,10 +16,10 @@ pytest.importorskip("torch", reason="running models needs the exec extra")
 
 import torch
 
+from mdi_exec.engine.llm import LLM
+from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.errors import GroupError
-from mdi_exec.llm import LLM
-from mdi_exec.parallel import RankAddress, join_group
-from mdi_exec.sampling import SamplingParams
+from mdi_exec.ranks.parallel import RankAddress, join_group
 from mdi_shared.errors import ConfigError
 from tests.exec.engines import CHECKPOINT, SMALL
 

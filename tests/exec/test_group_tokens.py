@@ -6,12 +6,12 @@ pytest.importorskip("torch", reason="running models needs the exec extra")
 
 import torch
 
+from mdi_exec.engine.llm import LLM
+from mdi_exec.engine.sampling import SamplingParams
+from mdi_exec.engine.serve_trace import TraceClient
 from mdi_exec.errors import GroupError
-from mdi_exec.llm import LLM
-from mdi_exec.sampling import SamplingParams
-from mdi_exec.serve_trace import TraceClient
 from mdi_shared.errors import ConfigError
-from mdi_sim.replay import replay_recorded
+from mdi_sim.retrace import replay_recorded
 from mdi_traces.check import check_run
 from mdi_traces.generate import generate_workload
 from mdi_traces.requests import cut_lengths
@@ -144,7 +144,7 @@ def test_options_of_a_group_are_checked_before_anything_starts(options, message)
 
 
 def test_without_a_listener_each_rank_logs_what_it_will_take(caplog):
-    caplog.set_level("INFO", logger="mdi_exec.llm")
+    caplog.set_level("INFO", logger="mdi_exec.engine.llm")
     llm_results(2, lambda: LLM(CHECKPOINT, **OPTIONS).close())
     lines = sorted(record.getMessage() for record in caplog.records)
     assert [line[:14] for line in lines] == ["rank 0 of 2: 1", "rank 1 of 2: 1"]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from mdi_exec.batch import Batch, BatchItem
-from mdi_exec.cache import DeviceCache
+from mdi_exec.model.batch import Batch, BatchItem
+from mdi_exec.model.cache import DeviceCache
 from mdi_exec.model.step_context import StepContext
 from mdi_exec.model.transformer import Layer
 from mdi_exec.numerics import Numerics

@@ -9,19 +9,19 @@ import shutil
 import pytest
 import torch
 
-from mdi_exec.batch import BLOCK_TOKENS, Batch, BatchItem
-from mdi_exec.cache import CacheLayout, DeviceCache
-from mdi_exec.checkpoint import open_checkpoint
-from mdi_exec.checkpoint_names import TensorSpec, expected_tensors
-from mdi_exec.make_checkpoint import make_checkpoint
+from mdi_exec.model.batch import BLOCK_TOKENS, Batch, BatchItem
+from mdi_exec.model.cache import CacheLayout, DeviceCache
 from mdi_exec.model.config import ModelConfig
 from mdi_exec.model.engram import engram_hashes
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.model.weights import Weights
 from mdi_exec.numerics import Numerics
-from mdi_exec.presets import preset_config, released_config
-from mdi_exec.random_weights import WORDS_AT_ONCE, tensor_data
-from mdi_exec.tokenizer import Tokenizer, compressed_vocab_map
+from mdi_exec.weights.checkpoint import open_checkpoint
+from mdi_exec.weights.make_checkpoint import make_checkpoint
+from mdi_exec.weights.names import TensorSpec, expected_tensors
+from mdi_exec.weights.presets import preset_config, released_config
+from mdi_exec.weights.random import WORDS_AT_ONCE, tensor_data
+from mdi_exec.weights.tokenizer import Tokenizer, compressed_vocab_map
 from mdi_shared.errors import ConfigError
 
 
@@ -224,7 +224,7 @@ def test_an_empty_directory_is_filled_and_a_full_one_refused(tmp_path):
 
 def test_too_little_space_is_said_before_anything_is_written(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=30 * 2**30)
-    monkeypatch.setattr("mdi_exec.make_checkpoint.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("mdi_exec.weights.make_checkpoint.shutil.disk_usage", lambda path: usage)
     with pytest.raises(ConfigError, match=r"takes \d\d\.\d GiB and 30\.0 GiB are free") as caught:
         make_checkpoint(tmp_path / "made", "flash-slice")
     needed = float(str(caught.value).split("takes ")[1].split(" ")[0])

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mdi_exec.batch import BLOCK_TOKENS, Batch, BatchItem
-from mdi_exec.cache import CacheLayout, DeviceCache
-from mdi_exec.memory import MemoryEstimate, StepLimits, estimate_memory, require_fits
+from mdi_exec.engine.memory import MemoryEstimate, StepLimits, estimate_memory, require_fits
+from mdi_exec.model.batch import BLOCK_TOKENS, Batch, BatchItem
+from mdi_exec.model.cache import CacheLayout, DeviceCache
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.model.weights import ExpansionBudget, Weights
-from mdi_exec.model_source import open_model, random_config
 from mdi_exec.numerics import Numerics
+from mdi_exec.weights.source import open_model, random_config
 from mdi_shared.errors import ConfigError
 
 ROWS, CONTEXT = BLOCK_TOKENS, 4 * BLOCK_TOKENS

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from mdi_exec.llm import LLM
-from mdi_exec.sampling import SamplingParams
-from mdi_exec.step_program import StepProgram
+from mdi_exec.engine.llm import LLM
+from mdi_exec.engine.sampling import SamplingParams
+from mdi_exec.engine.step_program import StepProgram
 from mdi_traces import check_run, load_run
 from tests.exec.engines import CHECKPOINT, SMALL
 

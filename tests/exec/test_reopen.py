@@ -8,9 +8,9 @@ pytest.importorskip("torch", reason="running models needs the exec extra")
 
 import torch
 
+from mdi_exec.engine.llm import LLM
+from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.errors import EngineStoppedError
-from mdi_exec.llm import LLM
-from mdi_exec.sampling import SamplingParams
 from mdi_shared.errors import ConfigError
 from mdi_traces.run import load_run
 from tests.exec.engines import CHECKPOINT, SMALL, is_empty

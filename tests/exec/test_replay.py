@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mdi_exec.batch import Batch, BatchItem
+from mdi_exec.model.batch import Batch, BatchItem
 from mdi_shared.errors import ConfigError
 
 KEEP = 140

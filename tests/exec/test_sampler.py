@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mdi_exec.engine.sampler import FILTERED_LOGPROB, Draw, Sampler, SamplingRows, mass_bits
+from mdi_exec.engine.sampling import ROW_STRIDE, SamplingParams, row_position
 from mdi_exec.ops.gumbel import (
     ACCEPT,
     FRESH,
@@ -17,8 +19,6 @@ from mdi_exec.ops.gumbel import (
     stream_key,
     uniform,
 )
-from mdi_exec.sampler import FILTERED_LOGPROB, Draw, Sampler, SamplingRows, mass_bits
-from mdi_exec.sampling import ROW_STRIDE, SamplingParams, row_position
 from mdi_shared.errors import ConfigError
 
 HALVES = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()

@@ -1,7 +1,7 @@
 """Serving a request trace for a limited time."""
 
-from mdi_exec.llm import LLM
-from mdi_exec.serve_trace import TraceClient
+from mdi_exec.engine.llm import LLM
+from mdi_exec.engine.serve_trace import TraceClient
 from mdi_traces.generate import generate_workload
 from mdi_traces.requests import cut_lengths
 from tests.exec.engines import CHECKPOINT, SMALL

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from mdi_exec.staging import ALIGNMENT, Packing, Staging
+from mdi_exec.model.staging import ALIGNMENT, Packing, Staging
 
 ARRAYS = {
     "odd": np.arange(3, dtype=np.int32),

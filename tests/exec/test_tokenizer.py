@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mdi_exec.tokenizer import TextStream, Tokenizer, compressed_vocab_map
-from mdi_exec.tokenizer_builder import build_tokenizer
+from mdi_exec.weights.tokenizer import TextStream, Tokenizer, compressed_vocab_map
+from mdi_exec.weights.tokenizer_builder import build_tokenizer
 from mdi_shared.errors import ConfigError
 
 SPECIALS = {0: "<begin>", 1: "<end>", 511: "<last>"}

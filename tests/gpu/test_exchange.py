@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from mdi_exec.checkpoint import open_checkpoint
-from mdi_exec.exchange import KINDS, ExpertShard, make_exchange
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.model.weights import ExpansionBudget, Weights
+from mdi_exec.ranks.exchange import KINDS, ExpertShard, make_exchange
+from mdi_exec.weights.checkpoint import open_checkpoint
 from tests.exec.conftest import GOLDEN
 from tests.exec.ranks import drive, run_ranks
 

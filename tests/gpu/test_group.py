@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("tilelang", reason="kernels are written in TileLang, which is not installed")
 
-from mdi_exec.exchange import KINDS
+from mdi_exec.ranks.exchange import KINDS
 from tests.gpu.test_runner import serve
 
 GPUS = 2

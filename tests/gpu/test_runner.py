@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mdi_exec.device_clock import CudaClock
+from mdi_exec.engine.device_clock import CudaClock
+from mdi_exec.engine.llm import LLM
+from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.errors import NumericsError
-from mdi_exec.llm import LLM
+from mdi_exec.model.staging import NUM_BUFFERS, Staging
 from mdi_exec.numerics import Numerics
-from mdi_exec.sampling import SamplingParams
-from mdi_exec.staging import NUM_BUFFERS, Staging
 from mdi_traces import check_run, load_run
 from tests.exec.engines import CHECKPOINT, SMALL
 from tests.exec.test_engine_golden import ALL_STEPS, FEW_STEPS, LENGTHS, WAYS, Run

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mdi_exec.engine.sampler import Draw, Sampler, SamplingRows, sample_ref
+from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.ops.gumbel import FRESH, mix, signed, stream_key
 from mdi_exec.ops.kernels.sampler import sample_plain
-from mdi_exec.sampler import Draw, Sampler, SamplingRows, sample_ref
-from mdi_exec.sampling import SamplingParams
 from tests.gpu.marks import gpu
 from tests.gpu.strictness import poisoned, unawaited
 

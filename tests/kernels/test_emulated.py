@@ -13,12 +13,12 @@ import torch
 
 pytest.importorskip("tilelang")
 
+from mdi_exec.engine.sampler import Sampler, SamplingRows, sample_ref
 from mdi_exec.ops import engram, routing, top_entries
 from mdi_exec.ops.kernels import engram as engram_kernels
 from mdi_exec.ops.kernels import routing as routing_kernels
 from mdi_exec.ops.kernels import sampler as sampler_kernels
 from mdi_exec.ops.kernels import top_entries as top_entries_kernels
-from mdi_exec.sampler import Sampler, SamplingRows, sample_ref
 from tests.gpu import test_engram as on_gpu_engram
 from tests.gpu import test_hyper_connections as hyper_connections
 from tests.gpu import test_norm as norm

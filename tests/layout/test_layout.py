@@ -110,9 +110,9 @@ def test_the_core_loads_without_torch_and_simpy():
         "import sys, pkgutil, importlib\n"
         "for name in ('torch', 'simpy', 'numpy', 'pandas', 'pyarrow'): sys.modules[name] = None\n"
         "import mdi_shared\n"
-        "for m in pkgutil.iter_modules(mdi_shared.__path__):\n"
-        "    importlib.import_module(f'mdi_shared.{m.name}')\n"
-        "print(len(list(pkgutil.iter_modules(mdi_shared.__path__))))\n"
+        "names = [m.name for m in pkgutil.walk_packages(mdi_shared.__path__, 'mdi_shared.')]\n"
+        "for name in names: importlib.import_module(name)\n"
+        "print(len(names))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT

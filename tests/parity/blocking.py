@@ -9,6 +9,7 @@ import threading
 from collections import deque
 
 from mdi_shared.balance import best_share
+from mdi_shared.cost.work import step_work
 from mdi_shared.loop import (
     AwaitArrival,
     AwaitStep,
@@ -21,7 +22,6 @@ from mdi_shared.loop import (
     serve,
 )
 from mdi_shared.vote import decide
-from mdi_shared.work import step_work
 
 
 class FakeDevices:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from mdi_exec.llm import LLM
-from mdi_exec.sampling import SamplingParams
+from mdi_exec.engine.llm import LLM
+from mdi_exec.engine.sampling import SamplingParams
 from mdi_shared.config import SchedulerConfig
+from mdi_shared.cost.linear import PREFILL_TERMS, DecodeTerms, LinearCost, PrefillTerms
 from mdi_shared.errors import ConfigError
-from mdi_shared.linear_cost import PREFILL_TERMS, DecodeTerms, LinearCost, PrefillTerms
-from mdi_sim.replay import recorded_requests, recorded_shape, replay_recorded
+from mdi_sim.retrace import recorded_requests, recorded_shape, replay_recorded
 from mdi_sim.simulate import simulate
 
 CHECKPOINT = Path(__file__).parents[1] / "golden" / "tiny"

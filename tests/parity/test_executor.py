@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from mdi_exec.llm import LLM
-from mdi_exec.sampling import SamplingParams
-from mdi_sim.replay import replay_recorded
+from mdi_exec.engine.llm import LLM
+from mdi_exec.engine.sampling import SamplingParams
+from mdi_sim.retrace import replay_recorded
 from mdi_traces.check import check_run
 
 CHECKPOINT = Path(__file__).parents[1] / "golden" / "tiny"

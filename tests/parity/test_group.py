@@ -13,14 +13,14 @@ pytest.importorskip("torch", reason="running models needs the exec extra")
 
 import torch
 
-from mdi_exec.engine import LLMEngine
-from mdi_exec.llm import LLM
-from mdi_exec.recording import Recording
-from mdi_exec.sampling import SamplingParams
+from mdi_exec.engine.engine import LLMEngine
+from mdi_exec.engine.llm import LLM
+from mdi_exec.engine.recording import Recording
+from mdi_exec.engine.sampling import SamplingParams
 from mdi_shared.config import SchedulerConfig
+from mdi_shared.cost.shape import TINY
 from mdi_shared.scheduler import Scheduler
-from mdi_shared.shape import TINY
-from mdi_sim.replay import replay_recorded
+from mdi_sim.retrace import replay_recorded
 from mdi_traces.check import check_run
 from tests.exec.engines import CHECKPOINT, FakeRunner
 from tests.exec.groups import llm_results, results_of

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 
 from mdi_shared.chunking import make_policy
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.cost import HostCost
-from mdi_shared.hardware import H200
+from mdi_shared.cost.hardware import H200
+from mdi_shared.cost.roofline import RooflineCost
+from mdi_shared.cost.shape import TINY
+from mdi_shared.cost.step_cost import HostCost
 from mdi_shared.placement import RoundRobin
-from mdi_shared.roofline import RooflineCost
 from mdi_shared.scheduler import Scheduler
-from mdi_shared.shape import TINY
 from mdi_sim.outcomes import Outcomes
 from mdi_sim.simulate import RAN_DRY, simulate
 from mdi_sim.source import Source

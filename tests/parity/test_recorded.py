@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import mdi_analysis
-from mdi_sim.replay import replay_recorded
+from mdi_sim.retrace import replay_recorded
 from mdi_traces.check import check_run
 from mdi_traces.run import load_run
 

@@ -5,12 +5,12 @@ from hypothesis import strategies as st
 
 from mdi_shared.balance import SHARES, Offer, best_share, make_offer
 from mdi_shared.chunking import CostTarget
-from mdi_shared.cost import NO_HOST_COST, HostCost
+from mdi_shared.cost.shape import TINY
+from mdi_shared.cost.step_cost import NO_HOST_COST, HostCost
 from mdi_shared.prefill import PrefillSelection
 from mdi_shared.queues import Queues
 from mdi_shared.request import Sequence
 from mdi_shared.scheduler import Scheduler
-from mdi_shared.shape import TINY
 from tests.shared.script import play_group_ranks, request, toy
 
 MS = 1_000_000

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from mdi_shared.chunking import CostTarget, TokenBudget, fallback_note, make_policy
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.cost import NO_HOST_COST, ConstantCost, HostCost
+from mdi_shared.cost.linear import PREFILL_TERMS, DecodeTerms, LinearCost, PrefillTerms
+from mdi_shared.cost.shape import TINY, V41_FLASH
+from mdi_shared.cost.step_cost import NO_HOST_COST, ConstantCost, HostCost
+from mdi_shared.cost.work import prefill_work
 from mdi_shared.errors import ConfigError
-from mdi_shared.linear_cost import PREFILL_TERMS, DecodeTerms, LinearCost, PrefillTerms
-from mdi_shared.shape import TINY, V41_FLASH
-from mdi_shared.work import prefill_work
 
 
 class ToyCost:

@@ -7,10 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mdi_shared.cost import NO_HOST_COST, ConstantCost, HostCost, group_device_ns
-from mdi_shared.errors import ConfigError
-from mdi_shared.hardware import B200, H200, Hardware, hardware_by_name
-from mdi_shared.linear_cost import (
+from mdi_shared.cost.hardware import B200, H200, Hardware, hardware_by_name
+from mdi_shared.cost.linear import (
     DECODE_FEATURES,
     PREFILL_FEATURES,
     DecodeTerms,
@@ -18,9 +16,11 @@ from mdi_shared.linear_cost import (
     PrefillTerms,
     features,
 )
-from mdi_shared.roofline import Efficiencies, RooflineCost
-from mdi_shared.shape import TINY, V41_FLASH
-from mdi_shared.work import StepWork, decode_work, prefill_work
+from mdi_shared.cost.roofline import Efficiencies, RooflineCost
+from mdi_shared.cost.shape import TINY, V41_FLASH
+from mdi_shared.cost.step_cost import NO_HOST_COST, ConstantCost, HostCost, group_device_ns
+from mdi_shared.cost.work import StepWork, decode_work, prefill_work
+from mdi_shared.errors import ConfigError
 
 PREFILL_TERMS = PrefillTerms(
     const=1e6, rows=100.0, consumer_rows=50.0, idx_pairs_r2=0.5, idx_pairs_r1=0.25, core_pairs=2.0,

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from mdi_shared.errors import ConfigError
-from mdi_shared.footprint import (
+from mdi_shared.cost.footprint import (
     attention_matrices,
     expert_bytes,
     fp8_bytes,
     weight_bytes,
     weight_params,
 )
-from mdi_shared.shape import TINY, V41_FLASH, shape_by_name
+from mdi_shared.cost.shape import TINY, V41_FLASH, shape_by_name
+from mdi_shared.errors import ConfigError
 
 CHECKPOINT_BYTES = 510_286_023_000  # reported total of the 48 released shards
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mdi_shared.cost.shape import TINY, V41_FLASH
+from mdi_shared.cost.traffic import distinct_experts, step_bytes, step_flops
+from mdi_shared.cost.work import decode_work, prefill_work
 from mdi_shared.errors import ConfigError
-from mdi_shared.shape import TINY, V41_FLASH
-from mdi_shared.traffic import distinct_experts, step_bytes, step_flops
-from mdi_shared.work import decode_work, prefill_work
 
 REPLAY = replace(V41_FLASH, replay_keep_tokens=140)
 TINY_REPLAY = replace(TINY, replay_keep_tokens=140)

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mdi_shared.errors import ConfigError
-from mdi_shared.pairs import (
+from mdi_shared.cost.pairs import (
     candidate_pairs,
     capped_sum,
     consumer_start,
@@ -15,9 +14,17 @@ from mdi_shared.pairs import (
     pairs,
     window_pairs,
 )
+from mdi_shared.cost.shape import TINY, V41_FLASH
+from mdi_shared.cost.work import (
+    DecodeWork,
+    StepWork,
+    add_work,
+    decode_work,
+    prefill_work,
+    step_work,
+)
+from mdi_shared.errors import ConfigError
 from mdi_shared.plan import DECODE, IDLE_DECODE, IDLE_PREFILL, PREFILL, StepPlan
-from mdi_shared.shape import TINY, V41_FLASH
-from mdi_shared.work import DecodeWork, StepWork, add_work, decode_work, prefill_work, step_work
 
 REPLAY = replace(V41_FLASH, replay_keep_tokens=140)
 TINY_REPLAY = replace(TINY, replay_keep_tokens=140)

@@ -4,9 +4,9 @@ import numpy as np
 import pyarrow as pa
 
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.cost import HostCost
-from mdi_shared.linear_cost import DecodeTerms, LinearCost, PrefillTerms
-from mdi_shared.shape import V41_FLASH
+from mdi_shared.cost.linear import DecodeTerms, LinearCost, PrefillTerms
+from mdi_shared.cost.shape import V41_FLASH
+from mdi_shared.cost.step_cost import HostCost
 from mdi_sim.simulate import simulate
 from mdi_traces.requests import build_requests
 from mdi_traces.schema import STEP_SCHEMA, Metadata

@@ -6,11 +6,11 @@ import numpy as np
 import pyarrow as pa
 
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.cost import ConstantCost, HostCost
-from mdi_shared.hardware import H200
-from mdi_shared.roofline import RooflineCost
-from mdi_shared.shape import TINY, V41_FLASH
-from mdi_shared.work import decode_work, prefill_work
+from mdi_shared.cost.hardware import H200
+from mdi_shared.cost.roofline import RooflineCost
+from mdi_shared.cost.shape import TINY, V41_FLASH
+from mdi_shared.cost.step_cost import ConstantCost, HostCost
+from mdi_shared.cost.work import decode_work, prefill_work
 from mdi_sim.simulate import simulate
 from mdi_traces.requests import build_requests
 from mdi_traces.schema import Metadata

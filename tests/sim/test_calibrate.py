@@ -9,15 +9,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from mdi_shared.cost.hardware import H200
+from mdi_shared.cost.linear import DECODE_TERMS, PREFILL_FEATURES, DecodeTerms, LinearCost, features
+from mdi_shared.cost.roofline import RooflineCost
+from mdi_shared.cost.shape import TINY, V41_FLASH
+from mdi_shared.cost.work import decode_work, prefill_work
 from mdi_shared.errors import ConfigError, TraceError
-from mdi_shared.hardware import H200
-from mdi_shared.linear_cost import DECODE_TERMS, PREFILL_FEATURES, DecodeTerms, LinearCost, features
-from mdi_shared.roofline import RooflineCost
-from mdi_shared.shape import TINY, V41_FLASH
-from mdi_shared.work import decode_work, prefill_work
-from mdi_sim.calibrate import calibrate
-from mdi_sim.diagnostics import diagnose, errors, folds
-from mdi_sim.features import (
+from mdi_sim.fit.calibrate import calibrate
+from mdi_sim.fit.diagnostics import diagnose, errors, folds
+from mdi_sim.fit.features import (
     DECODE,
     FEATURES,
     PREFILL,
@@ -25,10 +25,10 @@ from mdi_sim.features import (
     gather_steps,
     step_features,
 )
-from mdi_sim.host_fit import fit_host, host_times
-from mdi_sim.robust import choose_columns, fit_nonnegative
+from mdi_sim.fit.host import fit_host, host_times
+from mdi_sim.fit.robust import choose_columns, fit_nonnegative
+from mdi_sim.fit.steps import fit_decode, fit_steps
 from mdi_sim.simulate import simulate
-from mdi_sim.step_fit import fit_decode, fit_steps
 from mdi_traces.requests import build_requests
 from mdi_traces.run import Run
 from mdi_traces.schema import METADATA_KEY, Metadata

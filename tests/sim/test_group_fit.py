@@ -5,15 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from mdi_shared.cost.group import FITTED, GroupCost, GroupTerms, assumed_group_cost
+from mdi_shared.cost.hardware import H200
+from mdi_shared.cost.linear import LinearCost
+from mdi_shared.cost.roofline import Efficiencies, RooflineCost
+from mdi_shared.cost.shape import V41_FLASH
+from mdi_shared.cost.work import prefill_work
 from mdi_shared.errors import ConfigError, TraceError
-from mdi_shared.group_cost import FITTED, GroupCost, GroupTerms, assumed_group_cost
-from mdi_shared.hardware import H200
-from mdi_shared.linear_cost import LinearCost
-from mdi_shared.roofline import Efficiencies, RooflineCost
-from mdi_shared.shape import V41_FLASH
-from mdi_shared.work import prefill_work
-from mdi_sim.calibrate import calibrate
-from mdi_sim.group_fit import (
+from mdi_sim.fit.calibrate import calibrate
+from mdi_sim.fit.group import (
     calibrate_group,
     fit_group_terms,
     gather_group_steps,

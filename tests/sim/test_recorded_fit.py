@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from mdi_analysis import summarize
-from mdi_shared.linear_cost import LinearCost
-from mdi_sim.calibrate import calibrate
+from mdi_shared.cost.linear import LinearCost
+from mdi_sim.fit.calibrate import calibrate
 from mdi_traces.run import load_run
 from minideepinfer.accuracy import resimulate
 

@@ -9,7 +9,7 @@ import pytest
 from mdi_analysis import SLO, summarize
 from mdi_analysis.summary import describe_counts
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.cost import ConstantCost
+from mdi_shared.cost.step_cost import ConstantCost
 from mdi_shared.errors import ConfigError, DeadlockError
 from mdi_shared.placement import LeastTokens
 from mdi_sim.simulate import simulate

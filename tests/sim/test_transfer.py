@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from mdi_shared.cost import HostCost
-from mdi_shared.cost_file import read_cost_file
+from mdi_shared.cost.files import read_cost_file
+from mdi_shared.cost.hardware import B200, H200
+from mdi_shared.cost.linear import LinearCost
+from mdi_shared.cost.predicted import PredictedCost
+from mdi_shared.cost.roofline import PEAK, Efficiencies, RooflineCost
+from mdi_shared.cost.shape import TINY, V41_FLASH
+from mdi_shared.cost.step_cost import HostCost
+from mdi_shared.cost.work import decode_work, prefill_work
 from mdi_shared.errors import ConfigError
-from mdi_shared.hardware import B200, H200
-from mdi_shared.linear_cost import LinearCost
-from mdi_shared.predicted_cost import PredictedCost
-from mdi_shared.roofline import PEAK, Efficiencies, RooflineCost
-from mdi_shared.shape import TINY, V41_FLASH
-from mdi_shared.work import decode_work, prefill_work
-from mdi_sim.reached import reached_by
-from mdi_sim.transfer import fitted_shape, prediction_errors, transfer
+from mdi_sim.fit.reached import reached_by
+from mdi_sim.fit.transfer import fitted_shape, prediction_errors, transfer
 from tests.sim.test_recorded_fit import MODELS, runs_in
 
 TRUE = Efficiencies(tensor=0.3, tensor_bf16=0.5, memory=0.45, overhead_ns_per_layer=150_000)

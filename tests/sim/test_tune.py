@@ -7,15 +7,15 @@ import pytest
 
 from mdi_analysis import SLO
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.cost import HostCost
+from mdi_shared.cost.linear import PREFILL_TERMS, DecodeTerms, LinearCost, PrefillTerms
+from mdi_shared.cost.shape import TINY
+from mdi_shared.cost.step_cost import HostCost
+from mdi_shared.cost.work import decode_work, prefill_work
 from mdi_shared.errors import ConfigError, DeadlockError, MiniDeepInferError
-from mdi_shared.linear_cost import PREFILL_TERMS, DecodeTerms, LinearCost, PrefillTerms
-from mdi_shared.shape import TINY
-from mdi_shared.work import decode_work, prefill_work
-from mdi_sim import tune as tune_module
-from mdi_sim.model_error import ModelError, held_out_error, unfit_kinds
-from mdi_sim.settings import changes_of, coarse_grid, neighbours
-from mdi_sim.tuning import Gain, Measured, Range, Trial, Tuning
+from mdi_sim.search import tune as tune_module
+from mdi_sim.search.model_error import ModelError, held_out_error, unfit_kinds
+from mdi_sim.search.settings import changes_of, coarse_grid, neighbours
+from mdi_sim.search.tuning import Gain, Measured, Range, Trial, Tuning
 from mdi_traces.requests import build_requests
 from mdi_traces.schema import Metadata
 from minideepinfer.tuned import measure, tune

@@ -7,10 +7,10 @@ decode steps is stored once, with a count, and spread out when the tables are ma
 
 from array import array
 
+from mdi_shared.cost.work import StepWork
 from mdi_shared.loop import Report
 from mdi_shared.plan import STEP_KINDS, Advance, Ending, StepOutcome, StepPlan
 from mdi_shared.vote import ALL, ANY, NONE
-from mdi_shared.work import StepWork
 
 VOTES = (NONE, ALL, ANY)
 NOT_YET = -1

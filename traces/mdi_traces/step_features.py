@@ -4,7 +4,7 @@ In the first step of a kind and the first use of a graph kernels are compiled an
 which says little about the device. Whoever fits step times or explains them asks here, so that both
 mean the same. Arrays have one entry per step, in the order of the run.
 
-Read next: `mdi_shared/linear_cost.py` (the features), `columns.py` (how columns become arrays).
+Read next: `mdi_shared/cost/linear.py` (the features), `columns.py` (how columns become arrays).
 """
 
 from collections.abc import Mapping

@@ -16,10 +16,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from mdi_shared.config import SchedulerConfig
+from mdi_shared.cost.work import StepWork
 from mdi_shared.plan import DECODE, IDLE_DECODE, STEP_KINDS
 from mdi_shared.request import NOT_ARRIVED
 from mdi_shared.vote import rule_at
-from mdi_shared.work import StepWork
 from mdi_traces import recorder as rec
 from mdi_traces.columns import Bools, Ints, flags, ints, numbers, texts
 from mdi_traces.recorder import NOT_YET, RankRecorder, RequestLog

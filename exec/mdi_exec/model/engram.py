@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mdi_exec.collectives import pack, unpack
-from mdi_exec.exchange import NO_EXCHANGE, ExpertExchange
 from mdi_exec.model.config import LayerPlan, ModelConfig, require
 from mdi_exec.model.linear import QLinear
 from mdi_exec.model.step_context import StepContext
 from mdi_exec.model.weights import Weights
 from mdi_exec.ops.engram import BLOCKED, engram_add, engram_rows
 from mdi_exec.ops.quantise import Quantised, dequantise, quantise_activation
+from mdi_exec.ranks.collectives import pack, unpack
+from mdi_exec.ranks.exchange import NO_EXCHANGE, ExpertExchange
 
 MULTIPLIER_SEED = 10_007
 MAX_PRODUCT = 2**63 - 1

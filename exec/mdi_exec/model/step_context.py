@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mdi_exec.batch import Batch
-from mdi_exec.cache import DeviceCache
-from mdi_exec.exchange import NO_EXCHANGE, ExpertExchange
+from mdi_exec.model.batch import Batch
+from mdi_exec.model.cache import DeviceCache
 from mdi_exec.model.rope import RopeTables
 from mdi_exec.ops.index_scores import PagedRows
 from mdi_exec.ops.rope import Rotation
+from mdi_exec.ranks.exchange import NO_EXCHANGE, ExpertExchange
 
 
 class RingRows(NamedTuple):

@@ -11,10 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mdi_exec.batch import Batch
-from mdi_exec.cache import DeviceCache
-from mdi_exec.exchange import NO_EXCHANGE, ExpertExchange, StepRows
 from mdi_exec.model.attention import Attention
+from mdi_exec.model.batch import Batch
+from mdi_exec.model.cache import DeviceCache
 from mdi_exec.model.config import LayerPlan, ModelConfig, require
 from mdi_exec.model.engram import Engram, EngramHash, EngramIds, engram_hashes
 from mdi_exec.model.hyper_connections import HyperConnection
@@ -27,6 +26,7 @@ from mdi_exec.model.weights import Weights
 from mdi_exec.numerics import Numerics
 from mdi_exec.ops.hyper_connections import hc_read, hc_read_norm, hc_write
 from mdi_exec.ops.quantise import Quantised
+from mdi_exec.ranks.exchange import NO_EXCHANGE, ExpertExchange, StepRows
 
 
 class Streams(NamedTuple):
@@ -163,7 +163,7 @@ class Transformer:
         `exchange` does. All ranks of a group call this together, in the same order.
         """
         assert cache.layout.numerics is self.numerics, "model and cache must round alike"
-        self.exchange.start(StepRows.of(batch))
+        self.exchange.start(StepRows(batch.num_rows, batch.num_kept))
         ctx = StepContext(batch, cache, self.ropes, expert_counts, self.exchange)
         streams = self.embed_rows(batch)
         if watch is not None:

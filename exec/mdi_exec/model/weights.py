@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mdi_exec.exchange import WHOLE, ExpertShard
 from mdi_exec.model.config import require
 from mdi_exec.ops.gemm import QuantisedWeight
+from mdi_exec.ranks.exchange import WHOLE, ExpertShard
 
 
 class TensorSource(Protocol):

@@ -1,0 +1,397 @@
+"""The engine: drives the serving loop of `mdi_shared` with a wall clock and a real model.
+
+`LLMEngine.step` runs the loop up to its next look at the world, that is one engine turn. It answers
+effects and decides nothing; the simulator's driver (`mdi_sim/driver.py`) answers the same ones in
+virtual time.
+
+Read next: `llm.py` (the offline class), `runner.py` (the device), `mdi_shared/loop.py`.
+"""
+
+import random
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+
+from mdi_exec.engine.recording import NO_ARRIVAL, LaunchTimes, Recording
+from mdi_exec.engine.request_state import RequestOutput, RequestState, check_prompt, ints32
+from mdi_exec.engine.runner import ModelRunner, Pending, StepTokens
+from mdi_exec.engine.sampling import SamplingParams
+from mdi_exec.errors import EngineStoppedError
+from mdi_exec.ranks.parallel import HAS_COME, MAY_COME, NOTHING_COMES, RankGroup
+from mdi_exec.weights.tokenizer import Tokenizer
+from mdi_shared.errors import ConfigError
+from mdi_shared.loop import (
+    Answer,
+    AwaitArrival,
+    AwaitStep,
+    Balance,
+    Effect,
+    Launch,
+    News,
+    Poll,
+    Report,
+    Vote,
+    serve,
+)
+from mdi_shared.plan import Ending, StepOutcome, StepPlan, StepResult
+from mdi_shared.request import Request
+from mdi_shared.scheduler import Scheduler
+from mdi_traces.run import Run
+
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0005, 0.01  # of an idle group between two looks
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A launched step; `tokens` and `awaited_ns` are filled in when it has ended."""
+
+    plan: StepPlan
+    requests: list[RequestState]
+    pending: Pending
+    tokens: StepTokens | None = None
+    awaited_ns: int = 0
+
+
+class LLMEngine:
+    """Serves requests as they come. Not thread-safe but for `add_request` and `abort_request`.
+
+    `recording`, when given, receives every step; it costs a few numbers each.
+
+    In a `group` of several ranks, turns are taken together: once any rank has work, each calls
+    `step` until `is_idle` says that all are done. `more_to_come` keeps the group awake for
+    requests that this rank's caller has yet to add.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        *,
+        vocab_size: int,
+        tokenizer: Tokenizer | None = None,
+        recording: Recording | None = None,
+        seed: int = 0,
+        group: RankGroup | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.group = group if group is not None else RankGroup()
+        self.more_to_come = False
+        self.vocab_size = vocab_size
+        self.tokenizer = tokenizer
+        self.recording = recording
+        self._dice = random.Random(seed)  # seeds of requests that bring none
+        self._inbox: list[RequestState] = []
+        self._aborts: list[str] = []
+        self._lock = threading.Lock()
+        self._live: dict[str, RequestState] = {}
+        self._by_seq: dict[int, RequestState] = {}
+        self._num_submitted = 0
+        self._num_added = 0
+        self._flights: deque[_InFlight] = deque()
+        self._outputs: list[RequestOutput] = []
+        self._loop = serve(scheduler, num_ranks=self.group.size)
+        self._effect: Effect | None = None  # what the loop is waiting for an answer to
+        self._stopped: str | None = None  # why, once it has
+        self._is_idle = True
+        self._nap_s = _SHORTEST_NAP_S
+        # One start for all ranks: their clocks are the same where they share a machine.
+        self._start_ns = max(ns for (ns,) in self.group.gather((time.monotonic_ns(),)))
+        self._poll_ns = 0
+        self._waited_ns = 0  # at votes since that poll
+        self._ingress_ns = NO_ARRIVAL  # how long the newest request waited for that poll
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def now_ns(self) -> int:
+        """Nanoseconds since the engine started, in a group since its last one did."""
+        return time.monotonic_ns() - self._start_ns
+
+    @property
+    def start_ns(self) -> int:
+        """That start, on the clock of `time.monotonic_ns`."""
+        return self._start_ns
+
+    def add_request(
+        self, prompt_token_ids: list[int], params: SamplingParams, req_id: str | None = None,
+        *, rank: int | None = None, arrival_ns: int | None = None,
+    ) -> str:  # fmt: skip
+        """Queue a request and return its id (made up from a counter if not given).
+
+        `rank`, where given, must be this engine's (see `takes`). `arrival_ns`, on the clock of
+        `now_ns`, is when it reached the server, where that was before this call: its latencies
+        count from there.
+
+        Raises `ConfigError` for an empty prompt, a token id outside the vocabulary, or an id that
+        is in use, and `EngineStoppedError` once the engine is closed. A prompt too long for the
+        model is answered with `prompt_length_exceeded`.
+        """
+        self.check_request(prompt_token_ids, params)
+        assert rank is None or self.takes(rank), f"rank {rank}'s request, on {self.group.rank}"
+        with self._lock:
+            name = req_id if req_id is not None else str(self._num_added)
+            if name in self._live:
+                raise ConfigError("req_id", name, "is in use by an unfinished request")
+            params = self.draw_seed(params)
+            state = RequestState(
+                req_id=name,
+                prompt_len=len(prompt_token_ids),
+                tokens=ints32(prompt_token_ids),
+                params=params,
+                arrival_ns=self.now_ns() if arrival_ns is None else arrival_ns,
+                row=self._num_added,
+            )
+            self._num_added += 1
+            self._live[name] = state
+            self._inbox.append(state)
+        return name
+
+    def check_request(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        """Raise what `add_request` would raise for this prompt; queue nothing."""
+        self._require_open()
+        check_prompt(prompt_token_ids, params, self.vocab_size)
+
+    def abort_request(self, req_id: str) -> None:
+        """End a request at the next step; unknown and finished ids are ignored."""
+        with self._lock:
+            self._aborts.append(req_id)
+
+    def takes(self, rank: int) -> bool:
+        """Say whether requests placed on `rank` are added here."""
+        return rank == self.group.rank
+
+    def draw_seed(self, params: SamplingParams) -> SamplingParams:
+        """Give `params` a seed if they bring none: the next one, counted over all such requests."""
+        if params.seq_seed is not None:
+            return params
+        return replace(params, seq_seed=self._dice.getrandbits(64))
+
+    def expect_requests(self) -> None:
+        """In a group: some rank gets requests now, so take part in turns until all are idle."""
+        self._is_idle = self.group.size == 1
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it was closed or an error has stopped it."""
+        return self._stopped is not None
+
+    @property
+    def num_ranks(self) -> int:
+        return self.group.size
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the loop sleeps, since no rank has work, and nothing was added here since."""
+        return isinstance(self._effect, AwaitArrival) and not self._live
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the group, at its last look, had no work and expected none."""
+        return self._is_idle
+
+    def abort_all(self) -> None:
+        """End all requests at the next step."""
+        with self._lock:
+            self._aborts += list(self._live)
+
+    def has_unfinished_requests(self) -> bool:
+        """Say whether some request has not been answered in full yet, in a group on any rank."""
+        return bool(self._live) or not self._is_idle
+
+    # ---- turns ---------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Run one turn of the loop and return what became visible in it.
+
+        Returns at once when there is nothing to do. Raises `NumericsError` or `DeadlockError`;
+        the engine is closed then, results of earlier steps stay valid, and every later call raises
+        `EngineStoppedError`.
+        """
+        self._guarded_turn()
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def recorded_run(self) -> Run | None:
+        """Return the run so far, as the ranks recorded it; None elsewhere than on rank 0.
+
+        In a group all ranks call it together. Also None when nothing is recorded.
+        """
+        if self.recording is None:
+            return None
+        parts = self.group.gather_objects(self.recording.part(self.scheduler))
+        if self.group.rank:
+            return None
+        return self.recording.describe(self.scheduler, self.group.size).build(parts)
+
+    def drain(self) -> None:
+        """Run until the engine is idle; what becomes visible comes with the next `step`."""
+        while self.scheduler.has_unfinished() or self.scheduler.num_in_flight or not self._is_idle:
+            self._guarded_turn()
+
+    def close(self, *, leaves_group: bool = True) -> None:
+        """Stop the device worker, free the cache and leave the group; harmless when done twice.
+
+        Another engine may serve on in a group that was not left; no step may be in flight then.
+        """
+        self._stop("it was closed", leaves_group=leaves_group)
+
+    def _stop(self, reason: str, *, leaves_group: bool = True) -> None:
+        self._stopped = self._stopped or reason
+        if leaves_group:
+            self.group.close()  # first: the worker may be waiting for another rank
+        self.runner.close()
+
+    def _require_open(self) -> None:
+        if self._stopped is not None:
+            raise EngineStoppedError(self._stopped)
+
+    def _guarded_turn(self) -> None:
+        self._require_open()
+        try:
+            with self.group.ends_with():
+                self._turn()
+        except BaseException as error:
+            self._stop(str(error) or type(error).__name__)
+            raise
+
+    def _turn(self) -> None:
+        if self._effect is None:
+            self._effect = next(self._loop)
+        if isinstance(self._effect, AwaitArrival):
+            if not self._is_woken():
+                return
+            self._effect = self._loop.send(True)
+        assert isinstance(self._effect, Poll), "a turn begins with a look at the world"
+        answer: Answer = self._poll()
+        while True:
+            effect = self._loop.send(answer)
+            if isinstance(effect, Poll | AwaitArrival):
+                self._effect = effect
+                return
+            answer = self._answer(effect)
+
+    def _answer(self, effect: Effect) -> Answer:
+        if isinstance(effect, Launch):
+            return self._launch(effect.plan)
+        if isinstance(effect, AwaitStep):
+            return self._await_step()
+        if isinstance(effect, Report):
+            self._report(effect)
+            return None
+        assert isinstance(effect, Vote | Balance), effect
+        before_ns = time.monotonic_ns()
+        agreed: Answer
+        if isinstance(effect, Vote):
+            agreed = self.group.vote(effect)
+        else:
+            agreed = self.group.balance(effect.offer)
+        self._waited_ns += time.monotonic_ns() - before_ns
+        return agreed
+
+    def _is_woken(self) -> bool:
+        """Say whether any rank has news; an idle group that expects some naps a little first."""
+        has_news = self._has_news()
+        if self.group.size == 1:
+            return has_news
+        known = HAS_COME if has_news else MAY_COME if self.more_to_come else NOTHING_COMES
+        heard = self.group.arrivals(known)
+        self._is_idle = heard == NOTHING_COMES
+        if heard == MAY_COME:
+            time.sleep(self._nap_s)
+            self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S)
+        else:
+            self._nap_s = _SHORTEST_NAP_S
+        return heard == HAS_COME
+
+    def _has_news(self) -> bool:
+        with self._lock:
+            return bool(self._inbox or self._aborts)
+
+    def _poll(self) -> News:
+        with self._lock:
+            arrived, self._inbox = self._inbox, []
+            looked_ns = self._poll_ns
+            aborts, self._aborts = self._aborts, []
+            self._poll_ns = self.now_ns()  # under the lock: who arrived before it is in `arrived`
+        self._waited_ns = 0
+        for state in arrived:  # due before the last look, but sent after it: it came in between
+            state.arrival_ns = max(state.arrival_ns, looked_ns + 1)
+        if arrived:
+            self._ingress_ns = self._poll_ns - max(state.arrival_ns for state in arrived)
+        for state in arrived:
+            self._by_seq[self._num_submitted] = state
+            self._num_submitted += 1
+            if self.recording is not None:
+                self.recording.submitted(state)
+        return News(tuple(self._request(state) for state in arrived), tuple(aborts))
+
+    def _request(self, state: RequestState) -> Request:
+        params = state.params
+        return Request(
+            req_id=state.req_id,
+            prompt_len=state.prompt_len,
+            max_tokens=params.max_tokens,
+            ignore_eos=params.ignore_eos,
+            stop_token_ids=params.stop_token_ids,
+        )
+
+    # ---- effects -------------------------------------------------------------------------------
+
+    def _launch(self, plan: StepPlan) -> int:
+        planned_ns = self.now_ns()
+        requests = [self._by_seq[seq_id] for seq_id in plan.seq_ids]
+        pending, handed_ns = self.runner.launch(plan, requests)
+        self._flights.append(_InFlight(plan, requests, pending))
+        if self.recording is not None:
+            times = LaunchTimes(self._poll_ns, planned_ns, handed_ns - self._start_ns,
+                                self.now_ns(), self._ingress_ns, self._waited_ns)  # fmt: skip
+            self.recording.launched(plan, times)
+            self._ingress_ns = NO_ARRIVAL
+        return 1
+
+    def _await_step(self) -> StepResult:
+        flight = next(flight for flight in self._flights if flight.tokens is None)
+        if self.recording is not None:
+            self.recording.catch_up()  # the device is busy meanwhile
+        flight.tokens = flight.pending.result()
+        flight.awaited_ns = self.now_ns()
+        drawn: list[tuple[int, ...]] = [(token,) for token in flight.tokens.token_ids]
+        return StepResult((*drawn, ()) if flight.plan.is_partial else tuple(drawn))
+
+    def _report(self, report: Report) -> None:
+        flight = None
+        if report.outcome is not None:
+            flight = self._flights.popleft()
+            self._keep(flight, report.outcome)
+        for ending in report.ended:
+            self._finish(ending, ())
+        if self.recording is None:
+            return
+        now_ns = self.now_ns()  # one time for all of it: a token is never seen before it is there
+        if flight is not None:
+            assert flight.tokens is not None, "a reported step has been awaited"
+            self.recording.landed(flight.tokens, self._start_ns, flight.awaited_ns, now_ns)
+        self.recording.reported(report, now_ns)
+
+    def _keep(self, flight: _InFlight, outcome: StepOutcome) -> None:
+        """Store a step's visible tokens and show them."""
+        assert flight.tokens is not None, "a reported step has been awaited"
+        ended = {ending.seq_id: ending for ending in outcome.ended}
+        columns = zip(outcome.seq_ids, flight.requests, outcome.tokens, strict=True)
+        for index, (seq_id, state, new) in enumerate(columns):
+            if not new:
+                continue
+            state.tokens.extend(new)
+            state.logprobs.append(flight.tokens.logprobs[index])
+            if seq_id in ended:
+                self._finish(ended[seq_id], new)
+            else:
+                self._outputs.append(RequestOutput(state, new, self.tokenizer))
+
+    def _finish(self, ending: Ending, new: tuple[int, ...]) -> None:
+        """Show a request's last output and forget it; steps in flight keep their own list."""
+        state = self._by_seq.pop(ending.seq_id)
+        state.finish_reason = ending.reason
+        self._live.pop(state.req_id, None)
+        self._outputs.append(RequestOutput(state, new, self.tokenizer))

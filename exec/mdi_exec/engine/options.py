@@ -1,0 +1,253 @@
+"""Options of the engine: what a user may set beside the scheduler's own options.
+
+Read next: `mdi_shared/config.py` (the scheduler's options), `engine.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from mdi_exec.model.batch import BLOCK_TOKENS
+from mdi_exec.model.cache import CacheLayout
+from mdi_exec.numerics import Numerics
+from mdi_exec.ranks.exchange import require_kind
+from mdi_shared.config import MOST_BLOCKS, SchedulerConfig
+from mdi_shared.errors import ConfigError
+from mdi_shared.placement import placement_by_name
+
+GB = 1e9
+DEFAULT_MAX_MODEL_LEN = 4_096
+DEFAULT_KV_CACHE_GB = 1.0
+DEFAULT_EXPANDED_WEIGHTS_GB = 1.0  # on a CPU, where only reference ops run
+DEFAULT_COPIES_GB = 16.0  # on a GPU: what all dense weights of the released model take, and more
+LOADING = (
+    "device", "numerics", "revision", "weight_cache_memory_gb", "expanded_weights_memory_gb",
+    "data_parallel_size", "expert_parallel_size", "exchange", "group_port", "group_timeout_s",
+)  # fmt: skip
+"""Options that a loaded model keeps; all others belong to the engine that serves it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Where and how the model runs.
+
+    `device` is a torch device name. `numerics` is "quantised" (the released rounding) or "float32".
+    KV blocks come from `kv_cache_memory_gb`, or from what `gpu_memory_utilization` of the device's
+    memory leaves beside the weights; without either, 1 GB. `weight_cache_memory_gb` refuses to
+    load a model whose weights take more. `expanded_weights_memory_gb` is spent on unpacked copies
+    of quantised weights, which make products faster and change no result: on a GPU bfloat16 ones of
+    dense weights (16 GB unless given), on a CPU float32 ones of any (1 GB). `replay_keep_tokens`
+    > 0 turns bounded replay of the consumer layers on. `use_cuda_graphs` runs decode steps as
+    captured graphs, one per batch size, captured when first needed; it changes no result, and
+    nothing on a CPU or with float32 numerics. `seed` makes the seeds of requests that bring none.
+    `cost_model` names the calibrated step-time model (JSON) that chunk_policy = 'cost_target' asks.
+
+    `data_parallel_size` ranks serve requests side by side, each with its own cache, and share the
+    routed experts; `expert_parallel_size` is the same number in this version. They are processes
+    that the LLM starts, unless torchrun has. `exchange` is how rows reach other ranks' experts:
+    "all_gather" or "all_to_all". `placement` says which rank serves a request.
+    `group_port` is where they meet (0: any free one); a rank that is not heard of for
+    `group_timeout_s` seconds ends the group.
+    """
+
+    device: str = "cpu"
+    numerics: str = "quantised"
+    kv_cache_memory_gb: float | None = None
+    gpu_memory_utilization: float | None = None
+    weight_cache_memory_gb: float | None = None
+    expanded_weights_memory_gb: float | None = None
+    replay_keep_tokens: int = 0
+    use_cuda_graphs: bool = True
+    revision: str | None = None
+    seed: int = 0
+    record: str | None = None
+    cost_model: str | None = None
+    data_parallel_size: int = 1
+    expert_parallel_size: int | None = None
+    exchange: str = "all_gather"
+    placement: str = "round_robin"
+    group_port: int = 0
+    group_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        _check_device_name(self.device)
+        names = [n.value for n in Numerics]
+        if self.numerics not in names:
+            raise ConfigError("numerics", self.numerics, f"must be one of {', '.join(names)}")
+        for name in ("kv_cache_memory_gb", "weight_cache_memory_gb"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(name, value, "must be above 0 GB")
+        expanded = self.expanded_weights_memory_gb
+        if expanded is not None and not expanded >= 0:
+            raise ConfigError("expanded_weights_memory_gb", expanded, "must be at least 0 GB")
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise ConfigError("gpu_memory_utilization", share, "must be above 0 and at most 1")
+        if share is not None and self.kv_cache_memory_gb is not None:
+            raise ConfigError("gpu_memory_utilization", share,
+                              "contradicts kv_cache_memory_gb; give one of them")  # fmt: skip
+        if share is not None and self.device == "cpu":
+            raise ConfigError("gpu_memory_utilization", share,
+                              "needs a GPU; on a CPU give kv_cache_memory_gb")  # fmt: skip
+        if self.replay_keep_tokens < 0:
+            raise ConfigError("replay_keep_tokens", self.replay_keep_tokens, "must be at least 0")
+        self._check_group()
+
+    def _check_group(self) -> None:
+        if self.data_parallel_size < 1:
+            raise ConfigError("data_parallel_size", self.data_parallel_size, "must be at least 1")
+        require_kind(self.exchange)
+        placement_by_name(self.placement)
+        if not 0 <= self.group_port < 1 << 16:
+            raise ConfigError("group_port", self.group_port, "must be from 0 to 65535")
+        if not self.group_timeout_s > 0:
+            raise ConfigError("group_timeout_s", self.group_timeout_s, "must be above 0 s")
+
+    def require_group(self, size: int) -> None:
+        """Raise `ConfigError` unless these options fit a group of `size` ranks."""
+        if self.data_parallel_size not in (1, size):
+            raise ConfigError("data_parallel_size", self.data_parallel_size,
+                              f"torchrun has started {size} ranks")  # fmt: skip
+        if self.expert_parallel_size not in (None, size):
+            raise ConfigError("expert_parallel_size", self.expert_parallel_size,
+                              f"must equal the number of ranks, data_parallel_size = {size}, in "
+                              "this version")  # fmt: skip
+
+    def keep_loading(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `options` with those of loading as they are here.
+
+        Raises `ConfigError` for one that `options` would change.
+        """
+        kept = {name: getattr(self, name) for name in LOADING}
+        for name, value in kept.items():
+            if options.get(name, value) != value:
+                raise ConfigError(name, options[name], f"the model was loaded with {value!r}, and "
+                                  "another value needs another LLM")  # fmt: skip
+        return {**options, **kept}
+
+    @property
+    def uses_kernels(self) -> bool:
+        """Whether weights are for kernels: the released rounding, on a GPU."""
+        return self.device != "cpu" and self.numerics == Numerics.QUANTISED.value
+
+    @property
+    def expanded_weights_bytes(self) -> float:
+        """Bytes for unpacked copies of quantised weights."""
+        if self.expanded_weights_memory_gb is not None:
+            return self.expanded_weights_memory_gb * GB
+        if self.uses_kernels:
+            return DEFAULT_COPIES_GB * GB
+        return DEFAULT_EXPANDED_WEIGHTS_GB * GB if self.device == "cpu" else 0.0
+
+    def require_weights_fit(self, weight_bytes: int) -> None:
+        """Raise `ConfigError` for weights larger than `weight_cache_memory_gb`."""
+        limit = self.weight_cache_memory_gb
+        if limit is not None and weight_bytes > limit * GB:
+            raise ConfigError("weight_cache_memory_gb", limit,
+                              f"the model's weights take {weight_bytes / GB:.3f} GB")  # fmt: skip
+
+    def kv_bytes(self, workspace: int) -> float:
+        """Return the bytes for the cache.
+
+        A share of GPU memory counts what is free once the weights are in; a step's `workspace`
+        bytes stay free then.
+        """
+        if self.gpu_memory_utilization is None:
+            given = self.kv_cache_memory_gb
+            return (given if given is not None else DEFAULT_KV_CACHE_GB) * GB
+        free, total = torch.cuda.mem_get_info(self.device)
+        return free - (1.0 - self.gpu_memory_utilization) * total - workspace
+
+
+def _check_numbers(options: EngineOptions) -> None:
+    """A size in GB or a share is a number, a count an integer; neither is a string or a bool."""
+    for field in fields(options):
+        value, declared = getattr(options, field.name), str(field.type)
+        if declared in ("bool", str(bool)) and not isinstance(value, bool):
+            raise ConfigError(field.name, value, "must be true or false")
+        if "float" not in declared and "int" not in declared:
+            continue
+        allowed = (int, float) if "float" in declared else (int,)
+        is_absent = value is None and "None" in declared
+        if not is_absent and (isinstance(value, bool) or not isinstance(value, allowed)):
+            kind = "a number" if "float" in declared else "an integer"
+            raise ConfigError(field.name, value, f"must be {kind}")
+
+
+def _check_device_name(name: str) -> None:
+    try:
+        is_known = torch.device(name).type in ("cpu", "cuda")
+    except RuntimeError:
+        is_known = False
+    if not is_known:
+        raise ConfigError("device", name, "must be cpu, cuda or cuda:<index>")
+
+
+def _require_device(name: str) -> None:
+    device, count = torch.device(name), torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ConfigError("device", name, f"torch sees {count} GPUs here")
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[EngineOptions, dict[str, Any]]:
+    """Part keyword options into the engine's and the scheduler's.
+
+    Raises `ConfigError` for a name neither knows, listing both sets, for a device this machine
+    lacks, and for a pool sized twice.
+    """
+    engine_names = [f.name for f in fields(EngineOptions)]
+    scheduler_names = [f.name for f in fields(SchedulerConfig)]
+    for name, value in options.items():
+        if name not in engine_names and name not in scheduler_names:
+            known = ", ".join(sorted([*engine_names, *scheduler_names]))
+            raise ConfigError(name, value, f"unknown option; known: {known}")
+    engine = EngineOptions(**{n: v for n, v in options.items() if n in engine_names})
+    _require_device(engine.device)
+    policy = options.get("chunk_policy", "token_budget")
+    if engine.cost_model is not None and policy != "cost_target":
+        raise ConfigError("cost_model", engine.cost_model,
+                          "is used by chunk_policy = 'cost_target' only")  # fmt: skip
+    for name in ("kv_cache_memory_gb", "gpu_memory_utilization"):
+        if "num_blocks" in options and getattr(engine, name) is not None:
+            raise ConfigError("num_blocks", options["num_blocks"],
+                              f"contradicts {name}; give one of them")  # fmt: skip
+    return engine, {n: v for n, v in options.items() if n in scheduler_names}
+
+
+def scheduler_config(
+    options: Mapping[str, Any], layout: CacheLayout, kv_bytes: float, *, eos_token_id: int,
+    max_positions: int,
+) -> SchedulerConfig:  # fmt: skip
+    """Size the block pool for `kv_bytes` of cache memory and return the scheduler's config.
+
+    State slots come out of the same memory. Raises `ConfigError` when it cannot hold one sequence
+    of `max_model_len`, when `max_model_len` exceeds the model's positions, or for what only the
+    simulator has: drafts, context parallelism, other block sizes.
+    """
+    wanted = {"max_model_len": min(DEFAULT_MAX_MODEL_LEN, max_positions),
+              "eos_token_id": eos_token_id, **options}  # fmt: skip
+    probe = SchedulerConfig.from_mapping({"num_blocks": MOST_BLOCKS, **wanted})
+    for name, only in (("block_size", BLOCK_TOKENS), ("num_draft_tokens", 0),
+                       ("context_parallel_size", 1)):  # fmt: skip
+        if getattr(probe, name) != only:
+            raise ConfigError(name, getattr(probe, name), f"the executor has {only} only")
+    if probe.max_model_len > max_positions:
+        raise ConfigError("max_model_len", probe.max_model_len,
+                          f"the model has {max_positions} positions")  # fmt: skip
+    if "num_blocks" not in wanted:
+        slots = layout.bytes_per_slot * probe.num_slots
+        blocks = int((kv_bytes - slots) // layout.bytes_per_block)
+        if blocks < 2:
+            least = slots + 2 * layout.bytes_per_block
+            raise ConfigError("kv_cache_memory_gb", kv_bytes / GB,
+                              f"must be at least {least / GB:.4f}: the state of "
+                              f"{probe.max_num_seqs} sequences (max_num_seqs) takes "
+                              f"{slots / GB:.4f} GB")  # fmt: skip
+        wanted["num_blocks"] = blocks
+    config = SchedulerConfig.from_mapping(wanted)
+    config.require_pool_fits()
+    return config

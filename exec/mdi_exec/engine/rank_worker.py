@@ -1,0 +1,230 @@
+"""The worker's end of `workers.py`: one rank of a group, fed through a pipe.
+
+A thread reads the pipe, so that a request's arrival is stamped when it comes and not when the step
+under way is over. Messages are the frozen dataclasses below; answers go back between two turns.
+
+Read next: `workers.py`, `engine.py`.
+"""
+
+import os
+import queue
+import signal
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from mdi_exec.engine.recording import RunDescription
+from mdi_exec.engine.request_state import Logprobs, RequestOutput
+from mdi_exec.engine.sampling import SamplingParams
+from mdi_exec.errors import EngineStoppedError, GroupError
+from mdi_shared.config import SchedulerConfig
+from mdi_shared.errors import MiniDeepInferError
+
+# ---- from the front ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a worker starts with: its place in the group, and what `LLM` is called with."""
+
+    environment: dict[str, str]
+    model: str
+    options: dict[str, Any]
+    num_threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """A request for this rank."""
+
+    req_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a request."""
+
+    req_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Do or give something and answer: "warm_up" (before serving), "quiet", "part"."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Begin to take turns with the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """End all requests and leave."""
+
+
+# ---- to the front ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What the rank will take of its device's memory, in words; it loads after that."""
+
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The first answer: the rank is loaded. `description` is None when nothing is recorded."""
+
+    start_ns: int
+    scheduler_config: SchedulerConfig
+    description: RunDescription | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to the one question that is open."""
+
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
+class OutputNews:
+    """What a step added to a request."""
+
+    req_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...]
+    finish_reason: str | None
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> "OutputNews":
+        new = output.new_token_ids
+        logprobs = output.logprobs[-len(new) :] if new else ()
+        return cls(output.req_id, new, logprobs, output.finish_reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The rank's last word."""
+
+    error: Exception
+
+
+def run_rank(pipe: Connection, setup: Setup) -> None:
+    """Be one rank until the front closes it or goes away. The whole of a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the front decides
+    os.environ.update(setup.environment)
+    torch.set_num_threads(setup.num_threads)
+    try:
+        _Worker(pipe, setup).run()
+    except Exception as error:  # noqa: BLE001 - the front raises it
+        with suppress(OSError):  # the front may have gone
+            pipe.send(Failed(_picklable(error)))
+
+
+def _picklable(error: Exception) -> Exception:
+    if isinstance(error, MiniDeepInferError):
+        return error
+    return GroupError(f"{type(error).__name__}: {error}")
+
+
+class _Worker:
+    def __init__(self, pipe: Connection, setup: Setup) -> None:
+        from mdi_exec.engine.llm import LLM  # which imports `workers`
+
+        self.pipe = pipe
+        self.llm = LLM(
+            setup.model, on_estimate=lambda line: pipe.send(Estimate(line)), **setup.options
+        )
+        self.engine = self.llm.rank_engine
+        self._asked: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._serving = threading.Event()
+        self._is_closed = False
+
+    def run(self) -> None:
+        try:
+            threading.Thread(target=self._read, name="pipe", daemon=True).start()
+            self.pipe.send(Answer(self._ready()))
+            self._warm_up()
+            self._serve()
+        finally:
+            self.llm.close_rank()
+
+    def _ready(self) -> Ready:
+        engine = self.engine
+        recording = engine.recording
+        description = None
+        if recording is not None:
+            description = recording.describe(engine.scheduler, engine.num_ranks)
+        return Ready(engine.start_ns, self.llm.scheduler_config, description)
+
+    def _warm_up(self) -> None:
+        """Answer questions until the front wants turns; all ranks get the same, in one order."""
+        while not self._serving.is_set() or not self._asked.empty():
+            what = self._asked.get()
+            if what == "warm_up":
+                self.llm.warm_up()
+            if what:
+                self.pipe.send(Answer(self._part() if what == "part" else None))
+
+    def _serve(self) -> None:
+        engine = self.engine
+        engine.expect_requests()
+        waiting_for_quiet = False
+        while not engine.is_idle:
+            engine.more_to_come = not self._is_closed
+            outputs = engine.step()
+            if outputs:
+                self.pipe.send([OutputNews.of(output) for output in outputs])
+            while not self._asked.empty():
+                what = self._asked.get()
+                if what == "part":
+                    self.pipe.send(Answer(self._part()))
+                waiting_for_quiet = waiting_for_quiet or what == "quiet"
+            if waiting_for_quiet and engine.is_quiet:
+                waiting_for_quiet = False
+                self.pipe.send(Answer(None))
+
+    def _part(self) -> object:
+        recording = self.engine.recording
+        assert recording is not None, "the front asks only for what is recorded"
+        return recording.part(self.engine.scheduler)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message = self.pipe.recv()
+                if isinstance(message, Add):
+                    self.engine.add_request(
+                        message.prompt_token_ids,
+                        message.params,
+                        message.req_id,
+                        arrival_ns=message.arrival_ns,
+                    )
+                elif isinstance(message, Abort):
+                    self.engine.abort_request(message.req_id)
+                elif isinstance(message, Ask):
+                    self._asked.put(message.what)
+                elif isinstance(message, Serve):
+                    self._serving.set()
+                    self._asked.put("")  # wakes whoever waits for a question
+            except EngineStoppedError:
+                return
+            except (EOFError, OSError):
+                message = Close()
+            if isinstance(message, Close):
+                self._is_closed = True
+                self.engine.abort_all()
+                self._serving.set()
+                self._asked.put("")
+                return

@@ -1,0 +1,160 @@
+"""A step plan as host arrays: rows, memory, where tokens come from, and what is sampled.
+
+Everything is read off the requests when the step is launched: by the time it runs they have moved
+on. Read next: `step_program.py` (what the device makes of it), `runner.py`.
+"""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mdi_exec.engine.request_state import RequestState, ints32
+from mdi_exec.engine.sampler import Draw, SamplingNeeds, SamplingRows
+from mdi_exec.engine.sampling import SamplingParams
+from mdi_exec.model.batch import BLOCK_TOKENS, BatchColumns, BatchItem, HostBatch
+from mdi_exec.model.staging import Array
+from mdi_shared.plan import StepPlan
+
+GIVEN = -1  # source of a row whose token the host knows
+_ALL_GIVEN = array("q", [GIVEN])
+_TO_COME = ints32([0])
+_PLACEHOLDER = BatchItem(1, 1, 0, (0,), 1)
+_NOTHING_ASKED = SamplingParams(temperature=0.0, seq_seed=0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step on the host.
+
+    `arrays` are what the device gets: those of `host`, `sources` int64 [T] (which of the last
+    step's samples a row's token is, GIVEN = the token given), and `draw.*`, those of
+    `SamplingRows` for `draws`. `requests` are asked for a token each, in order; further draws
+    belong to placeholder rows, which pad a decode step to the size of a captured graph.
+    """
+
+    host: HostBatch
+    arrays: dict[str, Array]
+    requests: list[RequestState]
+    draws: list[Draw]
+    needs: SamplingNeeds
+    graph_size: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.host.arrays["token_ids"])
+
+    @property
+    def num_kept_rows(self) -> int:
+        """Rows behind bounded replay's cut; all of them where there is none."""
+        return len(self.host.arrays["cut.rows"]) if self.host.is_cut else self.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeShape:
+    """What every captured decode step of one size has in common: rows, and block table width."""
+
+    size: int
+    table_width: int
+
+    def placeholders(self) -> StepInputs:
+        """Return a step of placeholder rows alone."""
+        host = HostBatch.lay_out(
+            BatchColumns.of([_PLACEHOLDER] * self.size),
+            [0] * self.size,
+            table_width=self.table_width,
+        )
+        draws = [Draw(_NOTHING_ASKED, 0, 0)] * self.size
+        return _inputs(host, _ALL_GIVEN * self.size, [], draws, self.size)
+
+
+def placeholder_prompt(rows: int) -> StepInputs:
+    """Return a prefill step of one made-up prompt, which lives in the reserved slot and block.
+
+    With one row it is also what an idle rank runs in either kind of step: q = k = 1
+    (engine-semantics §10).
+    """
+    item = BatchItem(rows, rows, 0, (0,) * -(-rows // BLOCK_TOKENS), 1)
+    host = HostBatch.lay_out(BatchColumns.of([item]), [0] * rows)
+    return _inputs(host, _ALL_GIVEN * rows, [], [Draw(_NOTHING_ASKED, 0, 0)], 0)
+
+
+def gather_inputs(
+    plan: StepPlan,
+    requests: Sequence[RequestState],
+    sample_of: Mapping[int, int],
+    *,
+    replay_keep_tokens: int = 0,
+    shape: DecodeShape | None = None,
+) -> StepInputs:
+    """Read a step off its plan and `requests`, its sequences in plan order; updates block tables.
+
+    `sample_of` maps sequence ids to their samples of the step before, for tokens that have not
+    reached the host. A decode step is padded to `shape`.
+    """
+    num_sampled = len(requests) - plan.is_partial
+    sampled = list(requests[:num_sampled])
+    # k is also the index of the token being generated (engine-semantics §5.2).
+    draws = [Draw(request.params, k, k - request.prompt_len)
+             for request, k in zip(sampled, plan.ks, strict=False)]  # fmt: skip
+    token_ids, sources = _tokens(plan, requests, sample_of)
+    seqs = BatchColumns(
+        plan.qs, plan.ks, plan.slots,
+        list(map(_updated_table, requests, plan.num_blocks, plan.new_blocks)),
+        [1] * num_sampled + [0] * plan.is_partial,
+        plan.full_lens if plan.is_prefill else plan.ks,
+    )  # fmt: skip
+    if shape is not None:
+        padding = shape.size - len(requests)
+        seqs = seqs.padded(_PLACEHOLDER, padding)
+        token_ids += _TO_COME * padding
+        sources += _ALL_GIVEN * padding
+        draws += [Draw(_NOTHING_ASKED, 0, 0)] * padding
+    host = HostBatch.lay_out(
+        seqs,
+        token_ids,
+        # A decode row lies behind every cut, and its window does not reach back to one.
+        replay_keep_tokens=replay_keep_tokens if plan.is_prefill else 0,
+        table_width=shape.table_width if shape is not None else 0,
+    )
+    return _inputs(host, sources, sampled, draws, shape.size if shape is not None else 0)
+
+
+def _tokens(
+    plan: StepPlan, requests: Sequence[RequestState], sample_of: Mapping[int, int]
+) -> "tuple[array[int], array[int]]":
+    """Return each row's token, and which of the last step's samples it is (GIVEN: none)."""
+    token_ids, sources = ints32(), array("q")
+    for seq_id, q, k, request in zip(plan.seq_ids, plan.qs, plan.ks, requests, strict=True):
+        if k <= len(request.tokens):
+            token_ids += request.tokens[k - q : k]
+            sources += _ALL_GIVEN * q
+        else:
+            assert not plan.is_prefill, f"{request.req_id!r}: a prompt token is missing"
+            token_ids += _TO_COME
+            sources.append(sample_of[seq_id])
+    return token_ids, sources
+
+
+def _updated_table(
+    request: RequestState, num_blocks: int, new_blocks: Sequence[int]
+) -> "array[int]":
+    """Bring a request's block table up to a plan and return it (see `StepPlan`)."""
+    table = request.block_table
+    if new_blocks or len(table) != num_blocks:
+        del table[num_blocks - len(new_blocks) :]
+        table.extend(new_blocks)
+    return table
+
+
+def _inputs(
+    host: HostBatch, sources: "array[int]", requests: list[RequestState], draws: list[Draw],
+    graph_size: int,
+) -> StepInputs:  # fmt: skip
+    arrays = {
+        **host.arrays,
+        "sources": np.array(sources, dtype=np.int64),
+        **{f"draw.{name}": column for name, column in SamplingRows.columns(draws).items()},
+    }
+    return StepInputs(host, arrays, requests, draws, SamplingNeeds.of(draws), graph_size)

@@ -1,0 +1,131 @@
+"""Attention state in device memory: paged blocks of compressed KV, one state slot per sequence.
+
+A block covers 128 tokens of context and holds, for every KV-source layer, 128 / ratio compressed
+entries and their index keys. A slot holds what does not grow: every layer's window ring, the
+compressors' unfinished group, and Engram's last ids. Block 0 and slot 0 are never handed out:
+padding and placeholder rows point there. Which sequence owns what is the scheduler's business.
+
+A ring keeps position x at row x mod its length. Stale rows need no clearing: readers mask by
+position. Read next: `model/step_context.py` (row numbers), `ops/row_pool.py` (storage).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mdi_exec.model.batch import BLOCK_TOKENS
+from mdi_exec.model.config import ModelConfig, require
+from mdi_exec.numerics import Numerics
+from mdi_exec.ops.engram import BLOCKED
+from mdi_exec.ops.row_pool import RowPool, entry_format, key_format, window_format
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheLayout:
+    """What one block and one slot hold, and how many bytes that takes (architecture spec, §8).
+
+    `max_backtrack` rows are kept beyond the strict need, so that rejected drafts can be written
+    over. `with_draft` adds the draft layers' window rings.
+    """
+
+    config: ModelConfig
+    numerics: Numerics = Numerics.QUANTISED
+    max_backtrack: int = 0
+    with_draft: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.max_backtrack >= 0, "max_backtrack", self.max_backtrack, "must be at least 0")
+
+    @property
+    def num_window_layers(self) -> int:
+        drafts = self.config.num_nextn_predict_layers if self.with_draft else 0
+        return self.config.num_hidden_layers + drafts
+
+    @property
+    def window_rows(self) -> int:
+        """Positions a window ring keeps."""
+        return self.config.sliding_window + self.max_backtrack
+
+    @property
+    def history_rows(self) -> int:
+        """Compressed token ids Engram keeps; 0 without Engram layers."""
+        if not self.config.engram_layer_ids:
+            return 0
+        return self.config.engram_max_ngram_size - 1 + self.max_backtrack
+
+    def ratio(self, source: int) -> int:
+        return self.config.compress_ratios[source]
+
+    def tail_rows(self, source: int) -> int:
+        """Tokens of an unfinished group that a source's compressor keeps; 0 at ratio 1."""
+        ratio = self.ratio(source)
+        return ratio - 1 + self.max_backtrack if ratio > 1 else 0
+
+    def block_entries(self, ratio: int) -> int:
+        """Entries a block holds for a source of this ratio."""
+        return BLOCK_TOKENS // ratio
+
+    @property
+    def bytes_per_block(self) -> int:
+        config, numerics = self.config, self.numerics
+        entry = entry_format(config.head_dim, numerics).bytes_per_row
+        key = key_format(config.index_head_dim, numerics).bytes_per_row
+        per_source = (self.block_entries(self.ratio(s)) for s in config.kv_source_layer_ids)
+        return (entry + key) * sum(per_source)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        config = self.config
+        row = window_format(config.head_dim, self.numerics).bytes_per_row
+        rings = self.num_window_layers * self.window_rows * row
+        tails = sum(self.tail_rows(s) for s in config.kv_source_layer_ids) * 2 * config.head_dim * 4
+        return rings + tails + self.history_rows * 4
+
+
+class DeviceCache:
+    """The memory itself: `num_blocks` blocks and `num_slots` slots, both counting number 0.
+
+    windows: one pool per layer, rows slot * window_rows + position mod window_rows. entries, keys:
+    one pool per KV source, rows block * entries per block + offset. tails: float32
+    [num_slots * tail_rows, 2, head_dim], values and gates. engram_ids: int32
+    [num_slots * history_rows].
+    """
+
+    def __init__(
+        self, layout: CacheLayout, *, num_blocks: int, num_slots: int, device: torch.device | str
+    ) -> None:
+        require(num_blocks >= 2, "num_blocks", num_blocks, "must be at least 2 (0 is reserved)")
+        require(num_slots >= 2, "num_slots", num_slots, "must be at least 2 (slot 0 is reserved)")
+        config, numerics, on = layout.config, layout.numerics, torch.device(device)
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.num_slots = num_slots
+        window = window_format(config.head_dim, numerics)
+        self.windows = [
+            RowPool(window, num_slots * layout.window_rows, on)
+            for _ in range(layout.num_window_layers)
+        ]
+        entry = entry_format(config.head_dim, numerics)
+        key = key_format(config.index_head_dim, numerics)
+        self.entries: dict[int, RowPool] = {}
+        self.keys: dict[int, RowPool] = {}
+        self.tails: dict[int, Tensor] = {}
+        for source in config.kv_source_layer_ids:
+            num_entries = num_blocks * layout.block_entries(layout.ratio(source))
+            self.entries[source] = RowPool(entry, num_entries, on)
+            self.keys[source] = RowPool(key, num_entries, on)
+            if layout.tail_rows(source):
+                self.tails[source] = torch.zeros(
+                    num_slots * layout.tail_rows(source), 2, config.head_dim, device=on
+                )
+        self.engram_ids = torch.full(
+            (num_slots * layout.history_rows,), BLOCKED, dtype=torch.int32, device=on
+        )
+
+    def free(self) -> None:
+        """Give up the memory; no step may use the cache any more."""
+        self.windows.clear()
+        for pools in (self.entries, self.keys, self.tails):
+            pools.clear()
+        self.engram_ids = self.engram_ids[:0].clone()

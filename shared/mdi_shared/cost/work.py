@@ -1,0 +1,224 @@
+"""What one step of one rank computes: rows, pairs and FLOPs, as exact integers.
+
+Lengths are the scheduled ones. `DecodeWork` gives the same numbers for a decode batch whose
+contexts grow by one per step, without visiting every sequence again. Nothing here knows a machine
+or a time.
+
+Read next: `pairs.py` and `flops.py` (the formulas), `traffic.py` (bytes), `step_cost.py` (time).
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from mdi_shared.cost.flops import coefficients
+from mdi_shared.cost.pairs import candidate_pairs, consumer_start, pairs, window_pairs
+from mdi_shared.cost.shape import ModelShape
+from mdi_shared.errors import ConfigError
+from mdi_shared.plan import StepPlan
+
+PromptRow = tuple[int, int, int]  # q, k, full prompt length
+
+
+class StepWork(NamedTuple):
+    """One step of one rank.
+
+    Rows and lengths are tokens, per sequence summed once; pairs and `key_rows` are summed over
+    the layers that compute them. `logit_rows` pass the LM head; `key_rows` are index keys made.
+    `core_pairs` meet selected compressed entries, `swa_pairs` the sliding window. `flops_attn` is
+    everything §7.1 lists under attention, its projections included.
+    """
+
+    is_prefill: bool
+    n_seqs: int
+    rows: int
+    consumer_rows: int
+    logit_rows: int
+    sum_k: int
+    max_k: int
+    min_k: int
+    sum_qk: int
+    key_rows: int
+    idx_pairs_r2: int
+    idx_pairs_r1: int
+    core_pairs: int
+    swa_pairs: int
+    flops_attn: int
+    flops_total: int
+
+    @property
+    def cached_rows(self) -> int:
+        """Context tokens whose compressed entries the step can reach: R of §7.3."""
+        return self.sum_k
+
+
+def prefill_work(shape: ModelShape, rows: Iterable[PromptRow]) -> StepWork:
+    """Return the work of a prefill step whose sequences are (q, k, full prompt length).
+
+    The prompt length matters under bounded replay only. No sequences means no work.
+    """
+    return _sum_work(shape, rows, is_prefill=True)
+
+
+def decode_work(shape: ModelShape, contexts: Iterable[int], q: int = 1) -> StepWork:
+    """Return the work of a decode step: `q` rows each, ending at the given context lengths."""
+    return _sum_work(shape, ((q, k, k) for k in contexts), is_prefill=False)
+
+
+def step_work(shape: ModelShape, plan: StepPlan) -> StepWork:
+    """Return the work of a plan; an idle rank runs the placeholder row q = k = 1 (§10)."""
+    if not plan.seq_ids:
+        return prefill_work(shape, [(1, 1, 1)]) if plan.is_prefill else decode_work(shape, [1])
+    if plan.is_prefill:
+        return prefill_work(shape, zip(plan.qs, plan.ks, plan.full_lens, strict=True))
+    if max(plan.qs) == 1:
+        return DecodeWork(shape, plan.ks).at(0)
+    return _sum_work(shape, zip(plan.qs, plan.ks, plan.ks, strict=True), is_prefill=False)
+
+
+def add_work(a: StepWork, b: StepWork) -> StepWork:
+    """Return the work of a step holding the sequences of both; kinds must agree."""
+    assert a.is_prefill == b.is_prefill, "a step is either prefill or decode"
+    if a.n_seqs == 0:
+        return b
+    if b.n_seqs == 0:
+        return a
+    return StepWork(
+        a.is_prefill,
+        a.n_seqs + b.n_seqs,
+        a.rows + b.rows,
+        a.consumer_rows + b.consumer_rows,
+        a.logit_rows + b.logit_rows,
+        a.sum_k + b.sum_k,
+        max(a.max_k, b.max_k),
+        min(a.min_k, b.min_k),
+        a.sum_qk + b.sum_qk,
+        a.key_rows + b.key_rows,
+        a.idx_pairs_r2 + b.idx_pairs_r2,
+        a.idx_pairs_r1 + b.idx_pairs_r1,
+        a.core_pairs + b.core_pairs,
+        a.swa_pairs + b.swa_pairs,
+        a.flops_attn + b.flops_attn,
+        a.flops_total + b.flops_total,
+    )
+
+
+def _sum_work(shape: ModelShape, rows: Iterable[PromptRow], *, is_prefill: bool) -> StepWork:
+    c = coefficients(shape)
+    keep = shape.replay_keep_tokens if is_prefill else 0
+    window, topk = shape.sliding_window, shape.index_topk
+    block, num_blocks = shape.candidate_block_size, shape.candidate_topk_blocks
+    n_seqs = total_q = consumers = sum_k = max_k = min_k = sum_qk = 0
+    keys = idx_r2 = idx_r1 = core = swa = 0
+    for q, k, prompt_len in rows:
+        start = k - q
+        assert 0 <= start < k, f"a sequence cannot run {q} rows up to context length {k}"
+        first = consumer_start(q, k, prompt_len, keep)
+        valid_from = max(prompt_len - keep, 0) if keep else 0
+        n_seqs += 1
+        total_q += q
+        consumers += k - first
+        sum_k += k
+        max_k, min_k = max(max_k, k), min(min_k, k) if min_k else k
+        sum_qk += q * k
+        # Decode charges a key per row, whether or not the row completes an entry (§7.1).
+        keys += c.source_r2_layers * (max(k // 2 - start // 2, 1) if is_prefill else q)
+        idx_r2 += pairs(start, k, 2)
+        idx_r1 += c.index_r1_layers * pairs(first, k, 1)
+        idx_r1 += c.candidate_layers * candidate_pairs(first, k, block, num_blocks)
+        core += c.core_r2_layers * pairs(start, k, 2, topk)
+        core += c.core_r1_layers * pairs(first, k, 1, topk)
+        swa += c.producer_layers * window_pairs(start, k, window)
+        swa += c.consumer_layers * window_pairs(first, k, window, valid_from)
+    keys += c.source_r1_layers * total_q
+    idx_r2 *= c.index_r2_layers
+    attn, total = c.flops(total_q, consumers, keys, core + swa, idx_r2 + idx_r1)
+    logits = n_seqs if is_prefill else total_q
+    return StepWork(
+        is_prefill, n_seqs, total_q, consumers, logits, sum_k, max_k, min_k, sum_qk,
+        keys, idx_r2, idx_r1, core, swa, attn, total + c.logit_row * logits,
+    )  # fmt: skip
+
+
+class DecodeWork:
+    """A decode batch, one row per sequence, whose contexts all grow by one per step.
+
+    `at(j)` equals `decode_work(shape, [k + j for k in contexts])` and takes a time that does not
+    depend on the batch, except that a sum is recounted when a context has reached its cap.
+    Raises `ConfigError` when `contexts` is empty.
+    """
+
+    __slots__ = ("_blocks", "_coefficients", "_contexts", "_groups", "_odd", "_shape", "_sums")
+
+    def __init__(self, shape: ModelShape, contexts: Sequence[int]) -> None:
+        if not contexts:
+            raise ConfigError("contexts", contexts, "a decode step has at least one sequence")
+        self._shape = shape
+        self._coefficients = coefficients(shape)
+        self._contexts = sorted(contexts)
+        assert self._contexts[0] >= 1, f"context length {self._contexts[0]} holds no query row"
+        self._sums = [0, *accumulate(self._contexts)]
+        self._odd = sum([k & 1 for k in contexts])
+        self._groups = _CappedGroups(self._contexts, 0, 2, shape.index_topk)
+        block = shape.candidate_block_size
+        self._blocks = _CappedGroups(self._contexts, block - 1, block, shape.candidate_topk_blocks)
+
+    def at(self, j: int) -> StepWork:
+        """Return the work of the step `j` >= 0 steps from now."""
+        c, shape, contexts = self._coefficients, self._shape, self._contexts
+        n = len(contexts)
+        sum_k = self._sums[n] + n * j
+        odd = n - self._odd if j & 1 else self._odd
+        keys = (c.source_r2_layers + c.source_r1_layers) * n
+        idx_r2 = c.index_r2_layers * ((sum_k - odd) // 2)
+        idx_r1 = c.index_r1_layers * sum_k
+        if c.candidate_layers:
+            idx_r1 += c.candidate_layers * shape.candidate_block_size * self._blocks.at(j)
+        core = c.core_r2_layers * self._groups.at(j)
+        core += c.core_r1_layers * self._capped(j, shape.index_topk)
+        swa = (c.producer_layers + c.consumer_layers) * self._capped(j, shape.sliding_window)
+        attn, total = c.flops(n, n, keys, core + swa, idx_r2 + idx_r1)
+        return StepWork(
+            False, n, n, n, n, sum_k, contexts[-1] + j, contexts[0] + j, sum_k,
+            keys, idx_r2, idx_r1, core, swa, attn, total + c.logit_row * n,
+        )  # fmt: skip
+
+    def _capped(self, j: int, cap: int) -> int:
+        """Sum of min(k + j, cap)."""
+        below = bisect_left(self._contexts, cap - j)
+        return self._sums[below] + below * j + (len(self._contexts) - below) * cap
+
+
+class _CappedGroups:
+    """Sum of min(floor((k + j + shift) / ratio), cap) over ascending contexts k, for any j."""
+
+    __slots__ = ("_below", "_by_phase", "_cap", "_contexts", "_ratio", "_shift")
+
+    def __init__(self, contexts: list[int], shift: int, ratio: int, cap: int) -> None:
+        self._contexts = contexts
+        self._shift = shift
+        self._ratio = ratio
+        self._cap = cap
+        self._below = -1  # contexts counted in _by_phase; none yet
+        self._by_phase: list[int] = []
+
+    def at(self, j: int) -> int:
+        below = bisect_left(self._contexts, self._ratio * self._cap - self._shift - j)
+        if below != self._below:
+            self._recount(below)
+        turns, phase = divmod(j, self._ratio)
+        capped = len(self._contexts) - below
+        return self._by_phase[phase] + below * turns + capped * self._cap
+
+    def _recount(self, below: int) -> None:
+        """Sum over the first `below` contexts, which are under the cap, for j = 0..ratio - 1."""
+        ratio, shift = self._ratio, self._shift
+        members = self._contexts[:below]
+        assert ratio <= 256, "places are counted as bytes"
+        places = bytes([(k + shift) % ratio for k in members])
+        counts = [places.count(place) for place in range(ratio)]
+        total = (sum(members) + shift * below - sum(places)) // ratio
+        # One more token completes a group for those at the last place of theirs.
+        self._by_phase = list(accumulate(counts[:0:-1], initial=total))
+        self._below = below

@@ -1,0 +1,218 @@
+"""Replays a recorded run in the simulator with the times it really had: do the plans agree?
+
+The drivers are the simulator's, one per rank, but polls, launches and results happen when the
+record says they did. Whatever differs then is a decision, not a duration.
+
+Read next: `driver.py` (the driver with modelled times), `mdi_traces/check.py`.
+"""
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import simpy
+from numpy.typing import NDArray
+
+from mdi_shared.chunking import ChunkPolicy, make_policy
+from mdi_shared.config import SchedulerConfig
+from mdi_shared.cost.hardware import H200
+from mdi_shared.cost.linear import LinearCost
+from mdi_shared.cost.predicted import KIND as PREDICTED
+from mdi_shared.cost.predicted import PredictedCost
+from mdi_shared.cost.roofline import RooflineCost
+from mdi_shared.cost.shape import ModelShape, shape_by_name, shape_from_mapping
+from mdi_shared.cost.step_cost import ConstantCost, StepCost
+from mdi_shared.cost.work import step_work
+from mdi_shared.errors import ConfigError
+from mdi_shared.loop import Answer, Effect, Launch, News, Poll
+from mdi_shared.placement import RoundRobin
+from mdi_shared.plan import StepResult
+from mdi_shared.request import Request
+from mdi_shared.scheduler import Scheduler
+from mdi_sim.driver import RankDriver
+from mdi_sim.group import DeviceStep, Group
+from mdi_sim.outcomes import Outcomes
+from mdi_sim.source import Source
+from mdi_sim.workload import Workload
+from mdi_traces.columns import codes, ints, numbers
+from mdi_traces.recorder import NOT_YET, RankRecorder
+from mdi_traces.requests import RequestTrace, clear_outputs, put_column
+from mdi_traces.run import Run
+from mdi_traces.tables import build_run
+
+_NEVER = 1 << 62
+
+
+def replay_recorded(recorded: Run, shape: ModelShape | None = None) -> Run:
+    """Run the requests of a record through the scheduler again, rank by rank, at recorded times.
+
+    The scheduler's options, and the model's shape unless `shape` is given, are those in the
+    record's metadata. The result has its own plans and the record's times. Raises `ConfigError`
+    when its metadata lacks the options, or a rank has left no steps.
+    """
+    shape = recorded_shape(recorded) if shape is None else shape
+    config = recorded_config(recorded)
+    ranks = _number_of_ranks(recorded)
+    trace = recorded_requests(recorded)
+    workload = Workload(trace, ranks, RoundRobin())
+    env = simpy.Environment()
+    group = Group(env, ranks)
+    drivers = [
+        _RecordedDriver(
+            rank,
+            group=group,
+            scheduler=Scheduler(config, _recorded_policy(recorded, config, shape)),
+            source=Source(workload.arrivals[rank]),
+            outcomes=Outcomes(config=config, seed=0, accept_rate=0.0),
+            recorder=RankRecorder(rank),
+            request_of=_stopping_as_recorded(workload, recorded),
+            shape=shape,
+            cost=ConstantCost(prefill_ns=1, decode_ns=1),
+        )
+        for rank in range(ranks)
+    ]
+    for driver in drivers:
+        driver.follow(recorded)
+        env.process(driver.run())
+    env.run()
+    for driver in drivers:
+        queues = driver.scheduler.queues
+        left = (queues.blocks.num_free, queues.slots.num_free)
+        driver.recorder.closed(driver.scheduler.unfinished(), left)
+    return build_run(
+        [driver.recorder for driver in drivers], trace, recorded.metadata, config,
+        run_id="replayed", arrived_ns={}, unfinished_reason="the record ends here",
+    )  # fmt: skip
+
+
+def _recorded_policy(recorded: Run, config: SchedulerConfig, shape: ModelShape) -> ChunkPolicy:
+    """Return the chunk policy of the record, asking the step times that it asked."""
+    known: StepCost = RooflineCost(H200, shape)  # what the executor asks without a fitted model
+    if config.chunk_policy == "token_budget":
+        return make_policy(config, shape, known)
+    options = recorded.metadata.config
+    described = options.get("chunk_cost") or options.get("cost")
+    if isinstance(described, dict) and described.get("kind") == "linear":
+        return make_policy(config, shape, LinearCost.from_description(described))
+    if isinstance(described, dict) and described.get("kind") == PREDICTED:
+        return make_policy(config, shape, PredictedCost.from_json(described))
+    if described != known.describe():
+        raise ConfigError("chunk_cost", described, "the record's metadata must hold the step times "
+                          "that its chunks were chosen by")  # fmt: skip
+    return make_policy(config, shape, known)
+
+
+def _number_of_ranks(recorded: Run) -> int:
+    """Count the ranks that left steps; they must be all there were."""
+    found = np.unique(ints(recorded.steps_table["rank"]))
+    stated = recorded.metadata.config.get("ranks", len(found))
+    if found.tolist() != list(range(int(stated))):
+        raise ConfigError("rank", found.tolist(), f"the record is of {stated} ranks, and only runs "
+                          "with the steps of every rank can be replayed")  # fmt: skip
+    return len(found)
+
+
+def recorded_config(recorded: Run) -> SchedulerConfig:
+    """Return the scheduler's options as the record states them; `ConfigError` without them."""
+    options = recorded.metadata.config.get("scheduler")
+    if not isinstance(options, dict):
+        raise ConfigError("scheduler", options, "the record's metadata does not hold its options")
+    return SchedulerConfig.from_mapping(options)
+
+
+def recorded_shape(recorded: Run) -> ModelShape:
+    """Return the model's shape as the record states it, or a built-in one by its name."""
+    stated = recorded.metadata.config.get("shape")
+    if not isinstance(stated, dict):
+        return shape_by_name(str(recorded.metadata.model))
+    return shape_from_mapping(stated)
+
+
+def recorded_requests(recorded: Run) -> RequestTrace:
+    """Return the record's requests; without a stop they would have run to max_tokens."""
+    table = recorded.requests_table
+    lengths = np.where(_stopped(recorded), ints(table["output_len"]), ints(table["max_tokens"]))
+    table = put_column(clear_outputs(table), "output_len", numbers(lengths, pa.int32()))
+    return RequestTrace(table, recorded.metadata)
+
+
+def _stopped(recorded: Run) -> NDArray[np.bool_]:
+    """Say of each request whether its model ended it."""
+    reasons, labels = codes(recorded.requests_table["finish_reason"])
+    return np.array([r >= 0 and labels[r] == "stop" for r in reasons.tolist()], dtype=bool)
+
+
+def _stopping_as_recorded(
+    workload: Workload, recorded: Run
+) -> Callable[[int], tuple[Request, int | None]]:
+    """Build requests as `workload` does, but tell a stop on the last token allowed from the cap."""
+    stopped = _stopped(recorded).tolist()
+    lengths = ints(recorded.requests_table["output_len"]).tolist()
+
+    def request(row: int) -> tuple[Request, int | None]:
+        return workload.request(row)[0], lengths[row] if stopped[row] else None
+
+    return request
+
+
+def _is_of_rank(table: pa.Table, rank: int) -> pa.Array:
+    return pa.array(ints(table["rank"], null=-1) == rank)
+
+
+class _RecordedDriver(RankDriver):
+    """The simulator's driver on recorded times; see `follow`."""
+
+    def follow(self, recorded: Run) -> None:
+        """Take this rank's times of `recorded`, whose steps are numbered from 1."""
+        steps = recorded.steps_table.filter(_is_of_rank(recorded.steps_table, self.rank))
+        requests = recorded.requests_table
+        requests = requests.filter(_is_of_rank(requests, self.rank))
+        names = ("t_sched", "t_launch", "t_dev_start", "t_dev_end", "t_done")
+        self._times: dict[str, list[int]] = {name: ints(steps[name]).tolist() for name in names}
+        reasons, labels = codes(requests["finish_reason"])
+        ends = ints(requests["t_finish"], null=NOT_YET).tolist()
+        names_of = requests["req_id"].to_pylist()
+        self._aborts = sorted(
+            (end, name)
+            for end, name, reason in zip(ends, names_of, reasons.tolist(), strict=True)
+            if reason >= 0 and labels[reason] == "abort"
+        )
+        self._landed_steps = 0
+
+    def _at(self, name: str, index: int) -> int:
+        times = self._times[name]
+        return times[index] if index < len(times) else _NEVER
+
+    def _answer(self, effect: Effect) -> Generator[simpy.Event, Any, Answer]:
+        if isinstance(effect, Poll):
+            due = self._at("t_sched", self.scheduler.step)
+            if due < _NEVER:
+                yield from self._sleep_until(due)
+        return (yield from super()._answer(effect))
+
+    def _poll(self) -> News:
+        news = super()._poll()
+        following = self._at("t_sched", self.scheduler.step + 1)
+        due = [name for end, name in self._aborts if end < following]
+        self._aborts = self._aborts[len(due) :]
+        return News(news.arrivals, tuple(due))
+
+    def _launch(self, effect: Launch) -> Generator[simpy.Event, None, int]:
+        plan, index = effect.plan, effect.plan.step - 1
+        planned = self.now
+        yield from self._sleep_until(min(self._at("t_launch", index), _NEVER - 1))
+        step = DeviceStep(self.group.env.event())
+        step.start_ns, step.end_ns = self._at("t_dev_start", index), self._at("t_dev_end", index)
+        self._fly(plan, step)
+        device_ns = step.end_ns - step.start_ns
+        times = (self.poll_ns, planned, self.now, 0, device_ns)
+        self.recorder.launched(plan, step_work(self.shape, plan), times)
+        return 1
+
+    def _await_step(self) -> Generator[simpy.Event, None, StepResult]:
+        flight = self._flights.popleft()
+        yield from self._sleep_until(self._at("t_done", self._landed_steps))
+        self._landed_steps += 1
+        self._landed(flight, self.now, 0)
+        return self.outcomes.result(flight.plan)

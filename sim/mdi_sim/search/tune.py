@@ -1,0 +1,223 @@
+"""Chooses scheduler settings by simulation: `tune(trace, …) -> Tuning`.
+
+A coarse grid finds the region, then the best setting moves to its best neighbour until none is
+better, first in steps of two and then of the root of two. Trials of a round run in parallel
+processes; the result does not depend on how many. Default and best are simulated again with step
+times off by the model's error, and a gain counts only where the two ranges do not overlap.
+
+Read next: `settings.py` (what is tried), `model_error.py` (the error bars), docs/tuning.md.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from mdi_shared.config import SchedulerConfig
+from mdi_shared.cost.hardware import H200
+from mdi_shared.cost.roofline import RooflineCost
+from mdi_shared.cost.shape import V41_FLASH, ModelShape
+from mdi_shared.cost.step_cost import StepCost
+from mdi_shared.errors import ConfigError, DeadlockError, MiniDeepInferError
+from mdi_shared.placement import Placement
+from mdi_sim.search.model_error import held_out_error, unfit_kinds
+from mdi_sim.search.settings import DEFAULT_TRIALS, changes_of, coarse_grid, mean_of, neighbours
+from mdi_sim.search.tuning import OBJECTIVES, THROUGHPUT, Measured, Range, Trial, Tuning, merit
+from mdi_sim.simulate import simulate
+from mdi_traces.columns import ints
+from mdi_traces.requests import RequestTrace
+from mdi_traces.run import Run
+
+NEGLIGIBLE = 0.001  # a relative difference this small is none
+STEP_FACTORS = (2.0, 2.0**0.5)
+
+
+def tune(
+    trace: RequestTrace,
+    *,
+    measure: Callable[[Run], Measured],
+    objective: str = THROUGHPUT,
+    scheduler: SchedulerConfig | None = None,
+    cost: StepCost | None = None,
+    shape: ModelShape = V41_FLASH,
+    ranks: int = 1,
+    placement: Placement | None = None,
+    seed: int = 0,
+    draft_accept_rate: float = 0.7,
+    until_s: float | None = None,
+    jobs: int = 1,
+    trials: int = DEFAULT_TRIALS,
+    on_trial: Callable[[int], None] | None = None,
+) -> Tuning:
+    """Search the settings that serve `trace` best, starting from `scheduler`.
+
+    `measure` turns a run into numbers and must be picklable when `jobs` > 1, the number of
+    processes. "throughput" maximises tokens per second, "goodput" the share of requests within
+    the SLO that `measure` knows, ties by tokens per second. At most `trials` settings are tried;
+    where the grid is larger, `seed` draws which part of it. `on_trial` is called with the number
+    of settings that were just tried. The other options are those of `simulate`.
+
+    A `KeyboardInterrupt` ends the search; what it has so far is returned. Raises `ConfigError`
+    for bad options, and the error of the trials when not one of them could run.
+    """
+    if objective not in OBJECTIVES:
+        raise ConfigError("objective", objective, f"must be one of {', '.join(OBJECTIVES)}")
+    for name, value in (("jobs", jobs), ("trials", trials)):
+        if value < 1:
+            raise ConfigError(name, value, "must be at least 1")
+    base = scheduler if scheduler is not None else SchedulerConfig()
+    base.require_pool_fits()
+    cost = cost if cost is not None else RooflineCost(H200, shape, ep=ranks)
+    job = _Job(trace, measure, cost, shape, ranks, placement, seed, draft_accept_rate, until_s)
+    search = _Search(job, base, objective, jobs, trials, on_trial)
+    return search.run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What all trials share; sent to the processes that run them."""
+
+    trace: RequestTrace
+    measure: Callable[[Run], Measured]
+    cost: StepCost
+    shape: ModelShape
+    ranks: int
+    placement: Placement | None
+    seed: int
+    draft_accept_rate: float
+    until_s: float | None
+
+    def __call__(self, config: SchedulerConfig, slower: bool | None = None) -> Trial:
+        """Simulate one setting, on request with the model's error added or taken off."""
+        cost: StepCost = self.cost
+        error = held_out_error(cost)
+        if slower is not None:
+            assert error is not None, "only a model that states its error is scaled by it"
+            cost = error.scale(cost, slower=slower)
+        try:
+            run = simulate(
+                self.trace,
+                scheduler=config,
+                cost=cost,
+                shape=self.shape,
+                ranks=self.ranks,
+                placement=self.placement,
+                seed=self.seed,
+                draft_accept_rate=self.draft_accept_rate,
+                until_s=self.until_s,
+                chunk_cost=self.cost,
+            )
+        except DeadlockError as stuck:
+            return Trial(config, None, str(stuck))
+        return Trial(config, self.measure(run))
+
+
+@dataclass(slots=True)
+class _Search:
+    """The search as it goes: what was tried, and what is the best of it."""
+
+    job: _Job
+    base: SchedulerConfig
+    objective: str
+    jobs: int
+    most: int
+    on_trial: Callable[[int], None] | None
+    tried: dict[SchedulerConfig, Trial] = field(default_factory=dict)
+
+    def run(self) -> Tuning:
+        ranges: list[Range | None] = [None, None]
+        interrupted = False
+        try:
+            self._search()
+            ranges = self._ranges()
+        except KeyboardInterrupt:
+            interrupted = True
+            if not any(trial.measured for trial in self.tried.values()):
+                raise  # there is nothing to show
+        return Tuning(
+            self.objective, tuple(self.tried.values()), self.best, ranges[0], ranges[1],
+            interrupted, self._notes(),
+        )  # fmt: skip
+
+    @property
+    def best(self) -> Trial:
+        """The best trial so far; raises when none could run.
+
+        Of those that are nearly as good as the very best, the one that changes least: a budget
+        that gains a thousandth is no reason to touch it.
+        """
+        ran = [trial for trial in self.tried.values() if trial.measured is not None]
+        if not ran:
+            raise MiniDeepInferError(f"no setting could run; the default: "
+                                     f"{self.tried[self.base].error}")  # fmt: skip
+        for which in range(len(merit(self.objective, ran[0].measured))):
+            merits = [merit(self.objective, trial.measured)[which] for trial in ran]
+            least = max(merits) * (1 - NEGLIGIBLE)
+            ran = [trial for trial, own in zip(ran, merits, strict=True) if own >= least]
+
+        def order(trial: Trial) -> tuple[int, float]:
+            merits = merit(self.objective, trial.measured)
+            return len(changes_of(self.base, trial.config)), -merits[-1]
+
+        return min(ran, key=order)
+
+    def _search(self) -> None:
+        self._try([self.base])
+        contexts = ints(self.job.trace.table["prompt_len"]).tolist()
+        grid = coarse_grid(self.base, self.job.shape, self.job.cost, mean_of(contexts) // 2)
+        room = self.most - len(self.tried)
+        if len(grid) > room:
+            chosen = sorted(random.Random(self.job.seed).sample(range(len(grid)), room))
+            grid = [grid[index] for index in chosen]
+        self._try(grid)
+        for factor in STEP_FACTORS:
+            while len(self.tried) < self.most:
+                before = self.best
+                self._try(neighbours(self.base, before.config, factor))
+                if self.best is before:
+                    break
+
+    def _try(self, configs: Sequence[SchedulerConfig]) -> None:
+        """Simulate settings that were not tried yet, as many as are allowed."""
+        fresh = [config for config in configs if config not in self.tried]
+        for trial in self._simulate([(c, None) for c in fresh[: self.most - len(self.tried)]]):
+            self.tried[trial.config] = trial
+            if self.on_trial is not None:
+                self.on_trial(1)
+
+    def _ranges(self) -> list[Range | None]:
+        """Simulate default and best with the model's error; None where there is no such range."""
+        if held_out_error(self.job.cost) is None:
+            return [None, None]
+        configs = [self.base, self.best.config]
+        tasks = [(config, slower) for config in configs for slower in (True, False)]
+        found = [trial.measured for trial in self._simulate(tasks)]
+        pairs = (found[:2], found[2:])
+        return [Range(a, b) if a is not None and b is not None else None for a, b in pairs]
+
+    def _simulate(self, tasks: Sequence[tuple[SchedulerConfig, bool | None]]) -> Iterator[Trial]:
+        """Yield the trials of `tasks`, in their order."""
+        if self.jobs == 1 or len(tasks) < 2:
+            yield from (self.job(*task) for task in tasks)
+            return
+        from joblib import Parallel, delayed
+
+        pool = Parallel(n_jobs=self.jobs, return_as="generator")
+        yield from pool(delayed(self.job)(*task) for task in tasks)
+
+    def _notes(self) -> tuple[str, ...]:
+        notes = [
+            f"the model's errors on {kind} steps are too large to choose settings by"
+            for kind in unfit_kinds(self.job.cost)
+        ]
+        failed = [trial for trial in self.tried.values() if trial.error is not None]
+        if failed:
+            notes.append(f"{len(failed)} settings could not run, the first: {failed[0].error}")
+        best = self.best
+        for name, trial in (("default", self.tried[self.base]), ("best", best)):
+            measured = trial.measured
+            if measured is not None and measured.extrapolated:
+                notes.append(f"{measured.extrapolated:,} of {measured.steps:,} steps of the {name} "
+                             "setting lie outside what the model was fitted on")  # fmt: skip
+            if best is self.tried[self.base]:
+                break
+        return tuple(notes)
