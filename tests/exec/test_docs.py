@@ -14,7 +14,7 @@ from mdi_shared.config import SchedulerConfig
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "exec" / "mdi_exec"
 CORE = ROOT / "shared" / "mdi_shared"
-ROOMS = [PACKAGE / name for name in ("engine", "weights", "ranks")]
+ROOMS = [PACKAGE / name for name in ("engine", "weights", "ranks", "model")]
 FOLDERS = (ROOT, PACKAGE, CORE, CORE / "cost", *ROOMS)  # what a path may be relative to
 UPSTREAM = ("deepinfer/", "csrc/", "…/", "environ.py")  # another project's paths
 
