@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mdi_exec.engine.device_clock import DeviceClock, Mark, clock_of
-from mdi_exec.engine.graphs import DecodeGraphs
+from mdi_exec.engine.graphs import StepGraphs
 from mdi_exec.engine.request_state import Logprobs, RequestState
 from mdi_exec.engine.sampler import Draw, Sampler
 from mdi_exec.engine.step_inputs import StepInputs, gather_inputs, placeholder_prompt
@@ -92,7 +92,7 @@ class ModelRunner:
     """Owns the model and its cache; steps run in the order they are launched.
 
     On a CPU a single worker thread stands for the device, so that planning really overlaps it.
-    `graph_limits`, (most sequences, longest context), turns CUDA graphs for decode steps on, where
+    `graph_limits`, (most sequences, longest context), turns CUDA graphs on, where
     the model can be captured. `on_logits`, for tests and tools, is called with a step's sampled
     requests and their float32 logits [m, vocab_size], which the next step may overwrite: on a GPU
     when the step is launched, before the device has computed them.
@@ -119,9 +119,9 @@ class ModelRunner:
         self._group = group if group is not None else RankGroup()
         self._program = StepProgram(model, cache, sampler, max_rows=cache.num_slots,
                                     measures_experts=measures_experts)  # fmt: skip
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         if graph_limits is not None and model.is_capturable:
-            self.graphs = DecodeGraphs(self._program, max_num_seqs=graph_limits[0],
+            self.graphs = StepGraphs(self._program, max_num_seqs=graph_limits[0],
                                        max_model_len=graph_limits[1])  # fmt: skip
         self._staging = Staging(model.device)
         self._is_cuda = model.device.type == "cuda"
@@ -183,9 +183,9 @@ class ModelRunner:
             self.model.exchange.begin_step([(rows, kept) for rows, kept in gathered])
 
     def _inputs(self, plan: StepPlan, requests: Sequence[RequestState]) -> StepInputs:
-        shape = None
-        if self.graphs is not None and not plan.is_prefill and max(plan.qs, default=1) == 1:
-            shape = self.graphs.shape(max(len(plan.seq_ids), 1))
+        # Behind bounded replay's cut a step has fewer rows, and how many hangs on its prompts.
+        can_replay = self.graphs is not None and not (plan.is_prefill and self.replay_keep_tokens)
+        shape = self.graphs.shape_of(plan) if self.graphs is not None and can_replay else None
         if not plan.seq_ids:
             return placeholder_prompt(1) if shape is None else shape.placeholders()
         return gather_inputs(plan, requests, self._row_of, shape=shape,
