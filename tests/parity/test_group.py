@@ -92,8 +92,8 @@ def test_a_record_of_four_real_ranks_retraced_makes_the_same_plans():
 
     def work():
         llm = LLM(CHECKPOINT, **REAL, **INTERVALS, record="unused")
-        left = (8, 3, 1, 0)[llm.group.rank]
-        return serve(llm.rank_engine, left, [126, 127] if left == 8 else [2, 9], 5)
+        left = (8, 3, 1, 0)[llm.rank.group.rank]
+        return serve(llm.rank.engine, left, [126, 127] if left == 8 else [2, 9], 5)
 
     (run, preempted), *others = llm_results(4, work)
     assert preempted > 0, "rank 0 was meant to be short of memory"
