@@ -27,7 +27,7 @@ from mdi_exec.ranks.parallel import (
     require_even_experts,
 )
 from mdi_exec.weights.source import open_model
-from mdi_shared.cost.files import read_cost_file
+from mdi_shared.cost.predicted import read_cost_file
 from mdi_shared.errors import ConfigError
 from mdi_shared.placement import placement_by_name
 

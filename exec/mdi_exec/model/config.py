@@ -181,13 +181,6 @@ class ModelConfig:
             is_draft=is_draft,
         )
 
-    def require_replay_fits(self, replay_keep_tokens: int, max_backtrack: int = 0) -> None:
-        """Raise `ConfigError` unless bounded replay keeps enough rows (architecture spec, §9)."""
-        least = self.sliding_window + max_backtrack
-        require(replay_keep_tokens == 0 or replay_keep_tokens >= least, "replay_keep_tokens",
-                replay_keep_tokens, f"must be 0 (off) or at least sliding_window + max_backtrack "
-                f"= {least}")  # fmt: skip
-
 
 def require(holds: bool, field: str, value: object, allowed: str) -> None:
     """Raise `ConfigError(field, value, allowed)` unless `holds`."""
