@@ -11,12 +11,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.cost.files import read_cost_file
 from mdi_shared.cost.footprint import weight_bytes
 from mdi_shared.cost.group import ASSUMED, assumed_group_cost
 from mdi_shared.cost.hardware import hardware_by_name, hardware_in
 from mdi_shared.cost.linear import LinearCost
-from mdi_shared.cost.predicted import PredictedCost
+from mdi_shared.cost.predicted import PredictedCost, read_cost_file
 from mdi_shared.cost.roofline import RooflineCost
 from mdi_shared.cost.shape import ModelShape, shape_by_name, shape_from_mapping
 from mdi_shared.cost.step_cost import StepCost

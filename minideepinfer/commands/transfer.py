@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mdi_shared.cost.files import read_cost_file
 from mdi_shared.cost.hardware import HARDWARE, hardware_by_name
 from mdi_shared.cost.linear import LinearCost
+from mdi_shared.cost.predicted import read_cost_file
 from mdi_shared.cost.shape import SHAPES, ModelShape, shape_by_name
 from mdi_shared.cost.work import decode_work, prefill_work
 from mdi_shared.errors import ConfigError

@@ -66,6 +66,13 @@ def test_tokens_of_one_step_are_one_moment(run):
     assert inter_token_latencies(run.but(items=items)).tolist() == [4] * 5
 
 
+def test_steps_that_end_together_are_one_moment(run):
+    """Two steps may be seen at once, by a model that charges nothing; that is no gap of zero."""
+    steps = run.steps.copy()
+    steps.loc[2, "t_done"] = steps.loc[3, "t_done"]
+    assert sorted(inter_token_latencies(run.but(steps=steps)).tolist()) == [4, 8, 8]
+
+
 def test_gaps_do_not_depend_on_row_order(run):
     uneven = run.steps.assign(t_done=np.array([11, 21, 25, 31, 33]) * 1_000_000)
     expected = inter_token_latencies(run.but(steps=uneven))

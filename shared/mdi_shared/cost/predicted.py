@@ -1,25 +1,26 @@
-"""Step times predicted for hardware or a model that nothing was recorded on.
+"""Step times predicted for hardware or a model that nothing was recorded on; models from files.
 
 A roofline whose efficiencies are those a fitted model reached where it was recorded, one set for
 prefill and one for decode steps. It is a prediction: no error of it is known before the target is
 measured. The efficiencies are found elsewhere (`mdi_sim/fit/transfer.py`); here they are only used,
-written and read.
+written and read. `read_cost_file` reads a fitted model's file as well.
 
-Read next: `roofline.py` (the times), `files.py` (either kind of model from a file).
+Read next: `roofline.py` (the times), `linear.py` (a fitted model).
 """
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from mdi_shared.cost.hardware import Hardware, hardware_by_name
-from mdi_shared.cost.linear import UNITS, host_from_json
+from mdi_shared.cost.linear import UNITS, LinearCost, host_from_json
 from mdi_shared.cost.roofline import Efficiencies, RooflineCost
 from mdi_shared.cost.shape import ModelShape, shape_from_mapping
 from mdi_shared.cost.step_cost import HostCost
 from mdi_shared.cost.work import StepWork
 from mdi_shared.errors import ConfigError
-from mdi_shared.json_input import require_mapping, require_object
+from mdi_shared.json_input import read_json, require_mapping, require_object
 
 KIND = "predicted"
 SCHEMA_VERSION = 1
@@ -108,9 +109,24 @@ class PredictedCost:
 
 def _efficiencies(where: str, data: object) -> Efficiencies:
     names = tuple(f.name for f in fields(Efficiencies))
-    found = require_object(where, data, names)
-    for name, value in found.items():
+    stated = require_object(where, data, names)
+    for name, value in stated.items():
         may_be_absent = name == "tensor_bf16" and value is None
         if (isinstance(value, bool) or not isinstance(value, int | float)) and not may_be_absent:
             raise ConfigError(f"{where}.{name}", value, "must be a number")
-    return Efficiencies(**found)
+    return Efficiencies(**stated)
+
+
+def read_cost_file(path: str | Path) -> LinearCost | PredictedCost:
+    """Return the model that `mdi calibrate` or `mdi transfer` wrote.
+
+    Raises `ConfigError` for an unreadable file and everything the models refuse, with its name.
+    """
+    data = read_json(Path(path))
+    try:
+        if isinstance(data, dict) and data.get("kind") == KIND:
+            return PredictedCost.from_json(data)
+        return LinearCost.from_json(require_mapping("cost model", data))
+    except ConfigError as error:
+        name = Path(path).name
+        raise ConfigError(f"{name}: {error.field}", error.value, error.allowed) from error

@@ -84,7 +84,7 @@ def changes_of(base: SchedulerConfig, setting: SchedulerConfig) -> dict[str, Any
 
 def _budget(base: SchedulerConfig, tokens: float) -> dict[str, Any]:
     return {"chunk_policy": "token_budget", "prefill_target_ms": None, "slo_itl_ms": None,
-            "balance_target": False, **_tokens(base, _rounded(tokens))}  # fmt: skip
+            **_tokens(base, _rounded(tokens))}  # fmt: skip
 
 
 def _target(base: SchedulerConfig, budget: int, ms: float) -> dict[str, Any]:
