@@ -98,7 +98,7 @@ def test_lengths_with_and_without_times(write):
     trace = load_requests(write(TIMED_LENGTHS))
     assert trace.table["arrival_ns"].to_pylist() == [0, 1_250_000_000]
     path = write(LENGTHS)
-    with pytest.raises(ConfigError, match="no column of arrival times .*give an arrival process"):
+    with pytest.raises(ConfigError, match=r"no column of arrival times .*give an arrival process"):
         load_requests(path)
     with pytest.raises(ConfigError, match="has times of its own"):
         load_requests(write(TIMED_LENGTHS, "timed"), arrivals=Burst())
@@ -195,7 +195,7 @@ def test_limit_and_sort(write):
 
 def test_options_a_format_cannot_honour_are_refused(write):
     path = write(MOONCAKE)
-    with pytest.raises(ConfigError, match="closed_loop = True: .* records no sessions"):
+    with pytest.raises(ConfigError, match=r"closed_loop = True: .* records no sessions"):
         load_requests(path, closed_loop=True)
     with pytest.raises(ConfigError, match=r"arrivals = .*has arrival times of its own"):
         load_requests(path, arrivals=Burst())

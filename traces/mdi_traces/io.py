@@ -8,6 +8,7 @@ Read next: `run.py` (the files of one run), `formats/own.py` (request traces by 
 """
 
 import csv
+import hashlib
 import io
 import json
 import os
@@ -35,6 +36,7 @@ from mdi_traces.schema import (
     type_name,
 )
 
+_SEAL = b"mdi-seal"  # then the SHA-256 of the file without these two
 _FORMULA = re.compile(r"'*[=+\-@\t\r]")  # what a spreadsheet would run; an apostrophe stops it
 
 
@@ -82,8 +84,10 @@ def write_parquet(
     """
     require_schema(table, metadata.table, str(path))
     with atomic_file(path) as file:
-        pq.write_table(_with_metadata(table, metadata, content), file, compression="zstd",
+        whole = io.BytesIO()
+        pq.write_table(_with_metadata(table, metadata, content), whole, compression="zstd",
                        write_page_checksum=True)  # fmt: skip
+        file.write(_sealed(whole.getvalue()))
 
 
 def write_jsonl(path: str | os.PathLike[str], table: pa.Table, metadata: Metadata) -> None:
@@ -173,8 +177,9 @@ def read_content(path: str | os.PathLike[str]) -> str | None:
 def parse_parquet(file: str, raw: bytes) -> pa.Table:
     """Read any Parquet file, given as bytes; every failure is a one-line `TraceError`.
 
-    Page checksums are verified, where there are any, and no column name may come twice.
+    Seal and page checksums are verified, where there are any, and no column name may come twice.
     """
+    _require_seal(file, raw)
     try:
         with pq.ParquetFile(pa.py_buffer(raw), page_checksum_verification=True) as parquet:
             table = parquet.read()
@@ -185,11 +190,37 @@ def parse_parquet(file: str, raw: bytes) -> pa.Table:
     return table
 
 
+def _sealed(raw: bytes) -> bytes:
+    """Return a Parquet file with a digest of all its bytes in front of its footer.
+
+    Readers look for what the footer names and pass over the rest. Page checksums do not cover the
+    footer, where names, types and metadata are.
+    """
+    at = _footer_at(raw)
+    return b"".join([raw[:at], _SEAL, hashlib.sha256(raw).digest(), raw[at:]])
+
+
+def _require_seal(file: str, raw: bytes) -> None:
+    end = _footer_at(raw)
+    start = end - len(_SEAL) - hashlib.sha256().digest_size
+    if start < 0 or not raw.startswith(_SEAL, start):
+        return  # written by another program
+    digest = hashlib.sha256(raw[:start])
+    digest.update(raw[end:])
+    if digest.digest() != raw[start + len(_SEAL) : end]:
+        raise TraceError(file, "is damaged: its bytes are not those that were written")
+
+
+def _footer_at(raw: bytes) -> int:
+    """Return where the footer begins: its length stands before the last four bytes."""
+    return len(raw) - 8 - int.from_bytes(raw[-8:-4], "little")
+
+
 def require_unique(names: Sequence[str], file: str) -> None:
     """Raise `TraceError` for a column name that comes twice."""
     for name, count in Counter(names).items():
         if count > 1:
-            raise TraceError(file, f"{count} columns have this name", column=name)
+            raise TraceError(file, f"{count} columns have this name", column=name[:60])
 
 
 def _unreadable(path: str | os.PathLike[str], error: Exception) -> TraceError:

@@ -180,7 +180,7 @@ def request_problems(table: pa.Table) -> Iterator[Problem]:
     yield from _first(arrival > LATEST_NS, "arrival_ns", f"{{}} must be at most {LATEST_NS}, which "
                       "leaves room for the run after it", arrival)  # fmt: skip
     yield from _first(_falls(arrival), "arrival_ns", "{} is earlier than the row before; order "
-                      "the rows by arrival (mdi convert --sort, or sort=True)", arrival)  # fmt: skip
+                      "rows by arrival (mdi convert --sort, or sort=True)", arrival)  # fmt: skip
     rank = ints(table["rank"])
     yield from _first(rank < 0, "rank", "{} must not be negative; null = any rank", rank)
     yield from _sampling(table)

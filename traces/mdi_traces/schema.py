@@ -275,16 +275,25 @@ class Metadata:
             raise TraceError(file, f"its metadata {problem}, schema version {found}")
         for key, allowed in (("table", tuple(SCHEMAS)), ("source", SOURCES), ("clock", CLOCKS)):
             if document[key] not in allowed:
-                raise TraceError(file, f"its metadata has {key} = {document[key]!r}; allowed: "
+                raise TraceError(file, f"its metadata has {key} = {document[key]!r:.60}; allowed: "
                                  f"{', '.join(allowed)}")  # fmt: skip
-        for key, kinds in _METADATA_TYPES.items():
-            if type(document[key]) not in kinds:
-                allowed = " or ".join("null" if kind is type(None) else kind.__name__
-                                      for kind in kinds)  # fmt: skip
-                raise TraceError(file, f"its metadata has {key} = {document[key]!r:.60}; must be "
-                                 f"of type {allowed}")  # fmt: skip
-        notes, block = document["notes"], document["hash_block_size"]
-        if not all(isinstance(note, str) for note in notes) or (block is not None and block < 1):
-            raise TraceError(file, "its metadata has notes that are not text, or hash_block_size "
-                             "below 1")  # fmt: skip
-        return cls(**{**document, "notes": tuple(notes)})
+        _require_types(document, file)
+        return cls(**{**document, "notes": tuple(document["notes"])})
+
+
+def _require_types(document: Mapping[str, Any], file: str) -> None:
+    """Raise `TraceError` for a value that its key cannot have."""
+    for key, kinds in _METADATA_TYPES.items():
+        if type(document[key]) not in kinds:
+            wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise TraceError(file, f"its metadata has {key} = {document[key]!r:.60}; must be of "
+                             f"type {wanted}")  # fmt: skip
+    if not all(isinstance(note, str) for note in document["notes"]):
+        raise TraceError(file, "its metadata has notes that are not text")
+    block = document["hash_block_size"]
+    if block is not None and block < 1:
+        raise TraceError(file, f"its metadata has hash_block_size = {block}; must be at least 1")
+    try:
+        json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise TraceError(file, "its metadata holds half a character") from error

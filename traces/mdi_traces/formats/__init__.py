@@ -109,6 +109,8 @@ def _recognised(rows: Rows) -> Format:
     found: Format | None = None
     for part in rows.parts:
         names = frozenset(part.names)
+        if not names and part.header is None:
+            continue  # an empty JSON array
         known = OWN if part.header is not None else next(
             (each for each in FORMATS.values() if each.matches(names)), None
         )  # fmt: skip
@@ -118,7 +120,8 @@ def _recognised(rows: Rows) -> Format:
             raise TraceError(part.file, f"is in format {known.name!r}, but {rows.parts[0].file} is "
                              f"in {found.name!r}: together they are no trace")  # fmt: skip
         found = known
-    assert found is not None, "rows come from at least one file"
+    if found is None:
+        raise TraceError(rows.file, "holds no requests")
     return found
 
 

@@ -39,7 +39,7 @@ def _read(rows: Rows, options: Options) -> Imported:
     turn: list[int | None] = [None] * len(rows)
     think: list[int | None] = [None] * len(rows)
     turns = Turns()
-    for row in np.lexsort((depths, arrival)).tolist():
+    for row in np.lexsort((np.array(depths), arrival)).tolist():
         time = int(arrival[row])
         turn[row], think[row] = turns.add(sessions[row], time, time)
     columns |= session_columns(sessions, turn, think if options.closed_loop else None)

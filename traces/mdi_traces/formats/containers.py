@@ -124,6 +124,8 @@ def _csv(name: str, first: bytes, number: int, rest: BinaryIO, limit: int | None
     if body.count(b'"') % 2:  # the limit fell inside a field of several lines
         body += rest.read()
     raw = b"".join([first, body]).rstrip(b"\r\n") + b"\n"
+    if not raw.isascii():
+        _parsed(name, number, raw.decode)
     delimiter = max(",\t;|", key=lambda each: first.count(each.encode()))
     wrong: list[pacsv.InvalidRow] = []
 
@@ -156,10 +158,9 @@ def _csv(name: str, first: bytes, number: int, rest: BinaryIO, limit: int | None
                 f"{wrong[0].expected_columns}: perhaps cut off",
                 row=number - 1 + (wrong[0].number or 1),
             ) from error  # fmt: skip
-        utf8 = "utf8" in str(error).lower()
-        reason = "is not UTF-8 text" if utf8 else f"is not CSV: {str(error).splitlines()[0]}"
-        raise TraceError(name, reason) from error
-    names = [(column[0].as_py() or "").strip() for column in table.columns]
+        raise TraceError(name, f"is not CSV: {str(error).splitlines()[0]}") from error
+    header = [column[0].as_py() for column in table.columns]
+    names = ["" if cell is None else str(cell).strip() for cell in header]
     if _INDEX.fullmatch(names[0]) and len(names) > 1:
         names, table = names[1:], table.select(range(1, len(names)))
     require_unique(names, name)
@@ -179,12 +180,12 @@ def _json(name: str, first: bytes, number: int, rest: BinaryIO, limit: int | Non
         objects = _json_text(name, first + rest.read(), number)
     found = list(islice(objects, None if limit is None else limit + 1))
     header = None
-    if found and isinstance(found[0][1], dict) and _HEADER in found[0][1]:
-        header = found.pop(0)[1][_HEADER]
-    found = found[:limit]
     for line, record in found:
         if not isinstance(record, dict):
             raise TraceError(name, "is not a JSON object", row=line)
+    if found and _HEADER in found[0][1]:
+        header = found.pop(0)[1][_HEADER]
+    found = found[:limit]
     records: list[dict[str, Any]] = [record for _, record in found]
     return Part(
         file=name,
@@ -204,15 +205,13 @@ def _is_object(line: bytes) -> bool:
         return False
 
 
-def _json_lines(
-    name: str, first: bytes, number: int, rest: BinaryIO
-) -> Iterator[tuple[int, object]]:
+def _json_lines(name: str, first: bytes, number: int, rest: BinaryIO) -> Iterator[tuple[int, Any]]:
     for line, text in enumerate(chain([first], rest), start=number):
         if text.strip():
-            yield line, _parsed(name, line, lambda text=text: _DECODER.decode(text.decode()))
+            yield line, _parsed(name, line, _decode, text)
 
 
-def _json_text(name: str, raw: bytes, number: int) -> Iterator[tuple[int, object]]:
+def _json_text(name: str, raw: bytes, number: int) -> Iterator[tuple[int, Any]]:
     """Yield the elements of an array, or objects that follow one another, with their lines."""
     text = _parsed(name, number, raw.decode)
     at = _after_blanks(text, 0)
@@ -227,7 +226,7 @@ def _json_text(name: str, raw: bytes, number: int) -> Iterator[tuple[int, object
             if _after_blanks(text, at + 1) < len(text):
                 raise TraceError(name, "goes on after its JSON array", row=number)
             return
-        value, end = _parsed(name, number, lambda at=at: _DECODER.raw_decode(text, at))
+        value, end = _parsed(name, number, _DECODER.raw_decode, text, at)
         yield number, value
         at = _after_blanks(text, end)
         if in_array and text[at : at + 1] == ",":
@@ -236,18 +235,24 @@ def _json_text(name: str, raw: bytes, number: int) -> Iterator[tuple[int, object
             raise TraceError(name, "is a JSON array without an end, perhaps cut off", row=number)
 
 
-def _parsed(name: str, line: int, parse: Callable[[], Any]) -> Any:  # noqa: ANN401
+def _parsed(name: str, line: int, parse: Callable[..., Any], *given: object) -> Any:  # noqa: ANN401
     try:
-        return parse()
+        return parse(*given)
     except UnicodeDecodeError as error:
         raise TraceError(name, f"is not UTF-8 text ({error.reason})") from error
     except _RepeatedKey as error:
         raise TraceError(name, f"the key {error} comes twice in one object", row=line) from error
-    except (ValueError, ArithmeticError) as error:
+    except json.JSONDecodeError as error:
         raise TraceError(name, f"is not valid JSON, perhaps cut off ({error})",
                          row=line) from error  # fmt: skip
+    except (ValueError, ArithmeticError) as error:
+        raise TraceError(name, "holds a number of too many digits", row=line) from error
     except RecursionError as error:
         raise TraceError(name, "is nested too deeply", row=line) from error
+
+
+def _decode(line: bytes) -> object:
+    return _DECODER.decode(line.decode())
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -14,10 +14,10 @@ import re
 import select
 import stat
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 
@@ -28,7 +28,8 @@ PathLike = str | os.PathLike[str]
 PIPE_WAIT_S = 300  # the longest that a pipe may bring nothing
 _MOST_PACKINGS = 3  # a file packed into itself would unpack for ever
 _PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
-_ZIP = b"PK\x03\x04"
+_ZIP = (b"PK\x03\x04", b"PK\x05\x06")  # the second is an empty one
+_TAR_AT, _TAR = 257, b"ustar"
 _NOT_READ = {
     b"BZh": "is packed with bzip2", b"\xfd7zXZ": "is packed with xz",
     b"\x04\x22\x4d\x18": "is packed with lz4", b"7z\xbc\xaf": "is a 7z archive",
@@ -42,7 +43,9 @@ _MARKS = (  # UTF-32 first: its mark begins like that of UTF-16
 )  # fmt: skip
 
 
-def contents(paths: PathLike | Iterable[PathLike]) -> Iterator[tuple[str, BinaryIO]]:
+def contents(
+    paths: PathLike | Iterable[PathLike],
+) -> Generator[tuple[str, BinaryIO], None, None]:
     """Yield name and unpacked bytes of each file that one path, or several, stand for.
 
     Raises `TraceError` for what is not there, cannot be read, or is of a kind that is not read.
@@ -115,7 +118,7 @@ def _open(path: Path) -> io.BufferedReader:
 
 
 def _read_pipe(name: str, handle: int) -> bytes:
-    chunks = []
+    chunks: list[bytes] = []
     while select.select([handle], [], [], PIPE_WAIT_S)[0]:
         chunk = os.read(handle, 1 << 20)
         if not chunk:
@@ -127,7 +130,7 @@ def _read_pipe(name: str, handle: int) -> bytes:
 
 
 def _unpacked(name: str, raw: BinaryIO, depth: int = 0) -> Iterator[tuple[str, BinaryIO]]:
-    head = raw.peek(16)[:16]  # type: ignore[attr-defined]
+    head = raw.peek(512)  # type: ignore[attr-defined]
     codec = next((codec for magic, codec in _PACKED.items() if head.startswith(magic)), None)
     if depth == _MOST_PACKINGS:
         raise TraceError(name, f"is packed more than {_MOST_PACKINGS} times")
@@ -138,6 +141,7 @@ def _unpacked(name: str, raw: BinaryIO, depth: int = 0) -> Iterator[tuple[str, B
         yield from _members(name, raw, depth)
     else:
         kind = next((kind for magic, kind in _NOT_READ.items() if head.startswith(magic)), None)
+        kind = "is a tar archive" if head.startswith(_TAR, _TAR_AT) else kind
         if kind is not None:
             raise TraceError(name, f"{kind}, which is not read: make it CSV, JSON lines or Parquet")
         yield name, raw
@@ -145,6 +149,8 @@ def _unpacked(name: str, raw: BinaryIO, depth: int = 0) -> Iterator[tuple[str, B
 
 def _members(name: str, raw: BinaryIO, depth: int) -> Iterator[tuple[str, BinaryIO]]:
     with zipfile.ZipFile(raw) as archive:
+        if not archive.namelist():
+            raise TraceError(name, "is an archive without files")
         for member in sorted(archive.infolist(), key=lambda each: _natural(each.filename)):
             if member.is_dir() or member.filename.startswith("__MACOSX"):
                 continue
@@ -154,5 +160,5 @@ def _members(name: str, raw: BinaryIO, depth: int) -> Iterator[tuple[str, Binary
                 yield from _unpacked(f"{name}/{member.filename}", _buffered(file), depth + 1)
 
 
-def _buffered(raw: BinaryIO) -> io.BufferedReader:
-    return io.BufferedReader(raw)  # type: ignore[type-var]
+def _buffered(raw: Any) -> io.BufferedReader:  # noqa: ANN401 - a stream, by what it can do
+    return io.BufferedReader(raw)

@@ -28,6 +28,7 @@ def _matches(names: Set[str]) -> bool:
 def _read(rows: Rows, options: Options) -> Imported:
     prompt_name, output_name = next((pair for pair in PAIRS if rows.has(pair[0])), PAIRS[0])
     prompt, output = rows.tokens(prompt_name), rows.tokens(output_name)
+    notes: tuple[str, ...] = ()
     found = [name for name in TIMES if rows.has(name)]
     if len(found) > 1:
         raise TraceError(rows.file, f"has two columns of times, {' and '.join(found)}")
@@ -35,7 +36,7 @@ def _read(rows: Rows, options: Options) -> Imported:
         if options.arrivals is not None:
             raise ConfigError("arrivals", options.arrivals, f"{rows.file} has times of its own "
                               f"({found[0]})")  # fmt: skip
-        arrival, notes = rows.times_ns(found[0], TIMES[found[0]]), ()
+        arrival = rows.times_ns(found[0], TIMES[found[0]])
     elif options.arrivals is None:
         raise ConfigError("arrivals", None, f"{rows.file} has no column of arrival times "
                           f"({_TIME_NAMES}): give an arrival process, such as "

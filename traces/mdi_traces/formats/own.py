@@ -35,15 +35,15 @@ def _matches(names: Set[str]) -> bool:
 
 
 def _read(rows: Rows, options: Options) -> Imported:
+    metadata = _metadata(rows)
     for name in sorted(rows.names):
         if name not in REQUEST_SCHEMA.names:
             raise TraceError(rows.file, f"unknown column; known: {', '.join(REQUEST_SCHEMA.names)}",
-                             column=name)  # fmt: skip
+                             column=name[:60])  # fmt: skip
     for name in _REQUIRED:
         if not rows.has(name):
             raise TraceError(rows.file, "missing; a request needs " + ", ".join(_REQUIRED),
                              column=name)  # fmt: skip
-    metadata = _metadata(rows)
     ran = any(_has_values(part.column(name)) for part in rows.parts for name in part.names
               if name in OUTPUT_COLUMNS)  # fmt: skip
     found = {field.name: _column(rows, field) for field in REQUEST_SCHEMA
@@ -113,7 +113,7 @@ def _metadata(rows: Rows) -> Metadata:
         if metadata.table != REQUESTS:
             raise TraceError(part.file, f"holds a {metadata.table} table, but requests are wanted")
         found.append(metadata)
-    sizes = {metadata.hash_block_size for metadata in found} - {None}
+    sizes = {m.hash_block_size for m in found if m.hash_block_size is not None}
     if len(sizes) > 1:
         raise TraceError(rows.file, "mixes files of different hash_block_size: "
                          f"{', '.join(map(str, sorted(sizes)))} tokens")  # fmt: skip

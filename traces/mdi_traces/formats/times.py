@@ -14,7 +14,16 @@ from numpy.typing import NDArray
 
 from mdi_traces import columns as c
 from mdi_traces.columns import Bools, Ints
-from mdi_traces.formats.values import BadValue, Column, exact, objects, settled, shown
+from mdi_traces.formats.values import (
+    BadValue,
+    Column,
+    exact,
+    objects,
+    require_digits,
+    settled,
+    shown,
+    whole,
+)
 from mdi_traces.requests import LATEST_NS
 
 _DATE = re.compile(r"\s*[0-9]{4}-[0-9]{2}-[0-9]{2}")
@@ -35,6 +44,8 @@ def times(column: Column, unit_ns: int | None) -> tuple[Ints, Bools]:
         return _stamps(column)
     if unit_ns is None or _holds_dates(column):
         return _stamps(_parsed_dates(column))
+    if unit_ns == 1:
+        return _whole_ns(column)
     values = np.zeros(len(column), dtype=np.int64)
     valid = np.zeros(len(column), dtype=bool)
     rest: Ints = np.arange(len(column))
@@ -50,17 +61,26 @@ def times(column: Column, unit_ns: int | None) -> tuple[Ints, Bools]:
     return values, valid
 
 
+def _whole_ns(column: Column) -> tuple[Ints, Bools]:
+    """Return numbers of nanoseconds, which have no fractions."""
+    values, valid = whole(column)
+    if (values < 0).any():
+        row = int((values < 0).argmax())
+        raise BadValue(row, f"{values[row]} must not be negative")
+    return values, valid
+
+
 def _quick(numbers: NDArray[np.float64], unit_ns: int) -> tuple[Ints, Bools]:
     """Return times that float64 cannot round: whole numbers, and fractions near 0."""
     with np.errstate(invalid="ignore", over="ignore"):
         products = numbers * float(unit_ns)
         sound = (numbers >= 0) & (products < LATEST_NS)
-        whole = sound & (numbers == np.trunc(numbers)) & (numbers < 2.0**53)
-        near = sound & ~whole & (products < _QUICK_NS)
+        integral = sound & (numbers == np.trunc(numbers)) & (numbers < 2.0**53)
+        near = sound & ~integral & (products < _QUICK_NS)
     values = np.zeros(len(numbers), dtype=np.int64)
-    values[whole] = numbers[whole].astype(np.int64) * unit_ns
+    values[integral] = numbers[integral].astype(np.int64) * unit_ns
     values[near] = np.rint(products[near]).astype(np.int64)
-    return values, whole | near
+    return values, integral | near
 
 
 def _nanoseconds(row: int, value: object, unit_ns: int) -> int:
@@ -73,6 +93,7 @@ def _nanoseconds(row: int, value: object, unit_ns: int) -> int:
         raise BadValue(row, f"{shown(value)} is too late to be a time")
     if isinstance(number, int):
         return number * unit_ns
+    require_digits(row, value, number)
     return int(_EXACT.multiply(number, Decimal(unit_ns)).to_integral_value())
 
 

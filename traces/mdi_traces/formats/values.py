@@ -11,7 +11,7 @@ Read next: `times.py`, `rows.py` (which says where a bad value is).
 import re
 from collections.abc import Callable, Sequence
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mdi_traces.columns import Bools, raw, valid_rows
 
-Column = pa.ChunkedArray | list[Any]
+Column: TypeAlias = Any  # pa.ChunkedArray | list[Any]; Arrow has no types of its own for mypy
 
 _NUMBER = re.compile(r"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?\s*")
 _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
@@ -86,13 +86,15 @@ def int_lists(column: Column) -> list[list[int] | None]:
     found: list[list[int] | None] = []
     lowest, highest = 0, 0
     for row, value in enumerate(objects(settled(column))):
-        ids = value.strip("[] \n").replace(",", " ").split() if isinstance(value, str) else value
+        ids: Any = value
+        if isinstance(value, str):
+            ids = value.strip("[] \n").replace(",", " ").split()
         if ids is not None and not isinstance(ids, list):
             raise BadValue(row, f"{shown(value)} is not a list of whole numbers")
         if ids and set(map(type, ids)) != {int}:
             ids = [_list_item(row, item) for item in ids]
         if ids:
-            lowest, highest = min(lowest, *ids), max(highest, *ids)
+            lowest, highest = min(lowest, min(ids)), max(highest, max(ids))
             if lowest < -(2**63) or highest >= 2**64:
                 raise BadValue(row, "holds a whole number of more than 64 bits")
             if lowest < 0 and highest >= 2**63:
@@ -191,7 +193,18 @@ def _whole_number(row: int, value: object) -> int:
         raise BadValue(row, f"{shown(value)} is not a whole number")
     if not -(2**64) < number < 2**64:  # before the digits of 1e999 are written out
         raise BadValue(row, f"{shown(value)} is too large")
+    require_digits(row, value, number)
     return int(number)
+
+
+def require_digits(row: int, value: object, number: int | Decimal) -> None:
+    """Raise `BadValue` for a float so large that its last digits are not those once written."""
+    if not isinstance(number, Decimal) or abs(number) < 2**53:
+        return
+    exponent = number.as_tuple().exponent
+    if isinstance(exponent, int) and exponent > 0:
+        raise BadValue(row, f"{shown(value)} has lost its last digits as a float: write it as a "
+                       "whole number")  # fmt: skip
 
 
 def _list_item(row: int, value: object) -> int:
