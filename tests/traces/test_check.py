@@ -71,7 +71,9 @@ def test_a_run_whose_values_changed_on_disk_is_told(tmp_path):
     other = pa.array([1] * len(table), pa.int32())
     table = table.set_column(index, table.schema.field(index), other)
     write_parquet(tmp_path / "r.steps.parquet", table, metadata)
-    assert "content_is_unchanged" in {finding.law for finding in check_run(load_run(tmp_path / "r"))}
+    assert "content_is_unchanged" in {
+        finding.law for finding in check_run(load_run(tmp_path / "r"))
+    }
 
 
 def test_a_request_recomputed_after_preemption():

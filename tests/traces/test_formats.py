@@ -94,6 +94,39 @@ def test_bailian_chains(write):
     assert load_requests(write(BAILIAN)).table["think_ns"].null_count == 5
 
 
+def test_a_child_may_stand_before_its_parent_of_the_same_time(write):
+    lines = BAILIAN.replace("61.114", "0.5").splitlines()
+    order = (2, 0, 1, 3, 4)  # chat 9 follows chat 7
+    trace = load_requests(write("\n".join(lines[i] for i in order)), closed_loop=True)
+    assert trace.table["req_id"].to_pylist() == ["7", "9", "8", "10", "11"]
+    assert trace.table["turn"].to_pylist() == [0, 1, 0, 2, 1]
+    assert trace.table["think_ns"].to_pylist()[:2] == [None, 0]
+
+
+def test_turns_of_the_same_time_are_put_in_order_where_they_stand(write):
+    rows = [("b", 3), ("a", 1), ("c", 0), ("a", 0)]
+    text = "".join(
+        f'{{"arrival_ns": 5, "prompt_len": 1, "output_len": 1, "req_id": "{s}{t}", '
+        f'"session_id": "{s}", "turn": {t}}}\n' for s, t in rows
+    )  # fmt: skip
+    assert load_requests(write(text)).table["req_id"].to_pylist() == ["b3", "a0", "c0", "a1"]
+
+
+def test_mooncake_turns_without_a_time_are_sent_by_their_delay(write):
+    text = (
+        '{"session_id": "a", "timestamp": 50, "input_length": 6, "output_length": 5}\n'
+        '{"session_id": "a", "delay": 500, "input_length": 8, "output_length": 7}\n'
+    )
+    trace = load_requests(write(text), closed_loop=True)
+    assert trace.table["arrival_ns"].to_pylist() == [0, 500_000_000]
+    assert trace.table["think_ns"].to_pylist() == [None, 500_000_000]
+    with pytest.raises(TraceError, match="row 2, column 'timestamp': missing"):
+        load_requests(write(text))
+    gaps = text.replace('"delay": 500', '"timestamp": 80')
+    trace = load_requests(write(gaps), closed_loop=True)
+    assert trace.table["think_ns"].to_pylist() == [None, 30_000_000], "the gap, an upper bound"
+
+
 def test_lengths_with_and_without_times(write):
     trace = load_requests(write(TIMED_LENGTHS))
     assert trace.table["arrival_ns"].to_pylist() == [0, 1_250_000_000]

@@ -20,7 +20,7 @@ from mdi_traces.schema import (
     Metadata,
 )
 
-from .conftest import make_run, trace_of
+from .conftest import make_run, refusal, trace_of
 
 META = Metadata(table="requests", source="import", licence="MIT", hash_block_size=16)
 WRITERS = [write_parquet, write_jsonl, write_csv]
@@ -138,13 +138,10 @@ def test_no_flipped_bit_is_read_as_another_value(table, tmp_path):
         flipped = bytearray(raw)
         flipped[at] ^= 1 << int(rng.integers(8))
         path.write_bytes(bytes(flipped))
-        try:
+        if refusal(lambda: read_table(path, "requests")) is None:
             found, metadata = read_table(path, "requests")
-        except TraceError as error:
-            assert "\n" not in str(error)
-            continue
-        assert found.equals(table), at
-        assert metadata == META, at
+            assert found.equals(table), at
+            assert metadata == META, at
 
 
 def test_files_of_other_writers_have_no_seal(table, tmp_path):
