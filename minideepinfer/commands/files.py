@@ -24,9 +24,18 @@ TRACE_ENDINGS = (".parquet", ".jsonl", ".csv")
 
 def require_input(path: Path) -> None:
     """Raise `ConfigError` unless `path` is a file."""
+    require_present(path)
     if path.is_dir():
         raise ConfigError("path", str(path), "is a folder, not a file")
-    if not path.exists():
+
+
+def require_present(path: Path) -> None:
+    """Raise `ConfigError` unless `path` is there: a file, a pipe, or a folder."""
+    try:
+        there = path.exists()
+    except OSError as error:  # a name too long, a folder that may not be looked into
+        raise ConfigError("path", str(path), f"cannot be read: {error.strerror}") from error
+    if not there:
         raise ConfigError("path", str(path), "no such file")
 
 
@@ -97,11 +106,14 @@ def read_requests(
     seed: int = 0,
     closed_loop: bool = False,
 ) -> "RequestTrace":
-    """Read a request trace as `load_requests` does; `arrivals` is a text such as `poisson:5`."""
+    """Read a request trace as `load_requests` does; `arrivals` is a text such as `poisson:5`.
+
+    The path may be a file, a pipe, or a folder of files that are one trace.
+    """
     from mdi_traces.distributions import parse_arrivals
     from mdi_traces.formats import load_requests
 
-    require_input(path)
+    require_present(path)
     process = None if arrivals is None else parse_arrivals(arrivals)
     try:
         return load_requests(
