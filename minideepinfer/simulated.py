@@ -33,7 +33,8 @@ class SimulatedRun(Run):
     """
 
     def __init__(self, run: Run, description: RunDescription, wall_s: float) -> None:
-        super().__init__(run.steps_table, run.requests_table, run.metadata, lambda: run.items_table)
+        super().__init__(run.steps_table, run.requests_table, run.metadata,
+                         lambda: run.items_table, run.item_pieces)  # fmt: skip
         self.description = description
         self.notes = (*run.metadata.notes, *run_notes(description))
         self.wall_s = wall_s
