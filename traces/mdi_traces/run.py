@@ -8,7 +8,7 @@ Read next: `schema.py` (columns), `check.py` (is the run sound?), docs/trace-for
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +32,9 @@ class Run:
     """Steps, step items and requests of one run, with the metadata they share.
 
     `items` may be None (not recorded) or a function without arguments that makes the table when
-    it is first asked for. `content` is the `content_hash` that a run was saved with.
+    it is first asked for. `content` is the `content_hash` that a run was saved with. `pieces`
+    makes the same rows as `items`, piece by piece and each time anew: what reads them once needs no
+    memory for all of them.
     """
 
     def __init__(
@@ -42,17 +44,31 @@ class Run:
         metadata: Metadata,
         items: pa.Table | Callable[[], pa.Table] | None = None,
         content: str | None = None,
+        pieces: Callable[[], Iterable[pa.Table]] | None = None,
     ) -> None:
         self.steps_table = steps
         self.requests_table = requests
         self.metadata = metadata
         self.content = content
         self._items = items
+        self._pieces = pieces
 
     @cached_property
     def items_table(self) -> pa.Table | None:
         """The item table, made or read now if it was not before; None when not recorded."""
         return self._items() if callable(self._items) else self._items
+
+    def item_pieces(self) -> Iterator[pa.Table]:
+        """Yield the item table in pieces, in order of rank and step; nothing when not recorded."""
+        if self._pieces is not None and "items_table" not in self.__dict__:
+            yield from self._pieces()
+        elif self.items_table is not None:
+            yield self.items_table
+
+    @property
+    def has_items(self) -> bool:
+        """Say whether items were recorded, without making or reading them."""
+        return self._items is not None
 
     @cached_property
     def steps(self) -> "pd.DataFrame":

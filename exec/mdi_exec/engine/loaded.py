@@ -36,9 +36,10 @@ from mdi_exec.ranks.parallel import RankGroup, own_device, require_even_experts
 from mdi_exec.weights.source import open_model
 from mdi_shared.chunking import fallback_note, make_policy
 from mdi_shared.config import SchedulerConfig
+from mdi_shared.cost.files import read_cost_file
 from mdi_shared.cost.hardware import H200
 from mdi_shared.cost.linear import LinearCost
-from mdi_shared.cost.predicted import PredictedCost, read_cost_file
+from mdi_shared.cost.predicted import PredictedCost
 from mdi_shared.cost.roofline import RooflineCost
 from mdi_shared.cost.shape import ModelShape
 from mdi_shared.cost.step_cost import StepCost

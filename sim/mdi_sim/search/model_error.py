@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mdi_shared.cost.group import GroupCost
 from mdi_shared.cost.linear import LinearCost
 from mdi_shared.cost.step_cost import HostCost, StepCost
 from mdi_shared.cost.work import StepWork
@@ -42,6 +43,11 @@ class ScaledCost:
     @property
     def host(self) -> HostCost:
         return self.cost.host
+
+    @property
+    def group(self) -> GroupCost | None:
+        """What exchanging rows adds, as `cost` has it: its error is not known apart."""
+        return getattr(self.cost, "group", None)
 
     def device_ns(self, work: StepWork) -> int:
         scaled = self.cost.device_ns(work) * (self.prefill if work.is_prefill else self.decode)
