@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mdi_exec.engine.sampler import SamplingNeeds
 from mdi_exec.engine.step_inputs import GraphShape, StepInputs
 from mdi_exec.engine.step_program import Forwarded, Results, StepProgram
 from mdi_exec.model.staging import Packing, Staging
+from mdi_exec.ops.sampler import SamplingNeeds
 from mdi_shared.cost.graph_sizes import (
     PREFILL_CONTEXTS,
     PREFILL_ROWS,

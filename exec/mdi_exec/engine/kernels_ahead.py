@@ -7,9 +7,12 @@ on disk does not have yet. A mark beside the cache says that all is done, so tha
 skips even the walk. Read next: `ops/kernels/jit.py`, `graphs.py`.
 """
 
+import fcntl
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,19 +21,22 @@ import torch
 from joblib import Parallel, delayed
 from torch import Tensor
 
-from mdi_exec.engine.sampler import Sampler
-from mdi_exec.engine.step_inputs import GraphShape, StepInputs, placeholder_prompt
+from mdi_exec.engine.step_inputs import GraphShape, StepInputs, placeholder_prompt, sizes_up_to
 from mdi_exec.engine.step_program import StepProgram
 from mdi_exec.model.cache import CacheLayout, DeviceCache
 from mdi_exec.model.staging import Packing
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.model.weights import ExpansionBudget, Weights
-from mdi_exec.weights.device import DTYPES
+from mdi_exec.ops.sampler import Sampler
 from mdi_exec.weights.names import expected_tensors
+from mdi_exec.weights.random import DTYPES
+from mdi_shared.config import SchedulerConfig
 from mdi_shared.cost.graph_sizes import graph_sizes
 
 if TYPE_CHECKING:
     from mdi_exec.ops.kernels.jit import Sample
+
+LONGEST_WAIT_S = 900.0  # for another process that compiles
 
 Progress = Callable[[int, int], None]  # kernels compiled so far, and in all
 
@@ -47,6 +53,12 @@ class Reach:
     max_num_seqs: int
     max_model_len: int
     expanded_bytes: float
+
+    @classmethod
+    def of(cls, layout: CacheLayout, config: SchedulerConfig, expanded_bytes: float) -> "Reach":
+        """Return the reach of an engine with these options."""
+        rows = min(config.token_budget, config.max_model_len)
+        return cls(layout, rows, config.max_num_seqs, config.max_model_len, expanded_bytes)
 
 
 class _Shapes:
@@ -69,8 +81,8 @@ def reachable_kernels(reach: Reach, architecture: str) -> "list[Sample]":
 
     config = reach.layout.config
     with collecting(architecture) as samples, torch.inference_mode():
-        weights = Weights(_Shapes(reach.layout), "meta",
-                          budget=ExpansionBudget(reach.expanded_bytes, for_kernels=True))  # fmt: skip
+        budget = ExpansionBudget(reach.expanded_bytes, for_kernels=True)
+        weights = Weights(_Shapes(reach.layout), "meta", budget=budget)
         token_map = torch.zeros(config.vocab_size, dtype=torch.int64)
         model = Transformer(config, weights, token_map=token_map, numerics=reach.layout.numerics)
         cache = DeviceCache(reach.layout, num_blocks=2, num_slots=reach.max_num_seqs + 1,
@@ -96,19 +108,13 @@ def _steps(reach: Reach) -> Iterator[tuple[StepInputs, int]]:
         yield GraphShape(rows, rows, reach.max_model_len).placeholders(), reach.max_model_len
 
 
-def sizes_up_to(max_rows: int) -> list[int]:
-    """Return powers of two and their halves again, ascending, and the largest."""
-    doubled = [1 << bit for bit in range(max_rows.bit_length())]
-    sizes = {*doubled, *(rows * 3 // 2 for rows in doubled), max_rows}
-    return sorted(rows for rows in sizes if rows <= max_rows)
-
-
 def compile_ahead(
     reach: Reach, architecture: str, on_progress: Progress, num_processes: int | None = None
 ) -> int:
     """Compile what `reach` needs and the cache does not have; return how many kernels that was.
 
-    `num_processes` is by default the number of processors.
+    `num_processes` is by default the number of processors. Of several processes that want kernels
+    at once one compiles, and the others wait for it, at most `LONGEST_WAIT_S`.
     """
     from mdi_exec.ops.kernels.jit import cache_folder, sources_digest
 
@@ -116,16 +122,41 @@ def compile_ahead(
     mark = folder / _digest(repr(reach))
     if mark.exists():
         return 0
-    marks = {sample: folder / _digest(_name(sample))
-             for sample in reachable_kernels(reach, architecture)}  # fmt: skip
-    missing = [sample for sample, done in marks.items() if not done.exists()]
-    on_progress(0, len(missing))
     folder.mkdir(parents=True, exist_ok=True)
-    for count, sample in enumerate(_compile_all(missing, architecture, num_processes), 1):
-        _leave(marks[sample])
-        on_progress(count, len(missing))
-    _leave(mark)
+    with _only_one(folder / "lock"):
+        marks = {sample: folder / _digest(_name(sample))
+                 for sample in reachable_kernels(reach, architecture)}  # fmt: skip
+        missing = [sample for sample, done in marks.items() if not done.exists()]
+        on_progress(0, len(missing))
+        for count, sample in enumerate(_compile_all(missing, architecture, num_processes), 1):
+            marks[sample].touch()
+            on_progress(count, len(missing))
+        mark.touch()
     return len(missing)
+
+
+@contextmanager
+def _only_one(lock: Path) -> Iterator[None]:
+    """Hold a lock between processes; go on without it when its holder takes too long."""
+    end = time.monotonic() + LONGEST_WAIT_S
+    with lock.open("w") as file:
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
+        yield
+
+
+def told_in_lines(tell: Callable[[str], None]) -> Progress:
+    """Return what turns progress into a line at the start and at every tenth of the way."""
+
+    def on_progress(done: int, total: int) -> None:
+        if total and (done == 0 or done * 10 // total > (done - 1) * 10 // total):
+            tell(f"compiling kernels: {done} of {total}")
+
+    return on_progress
 
 
 def _compile_all(
@@ -152,7 +183,3 @@ def _name(sample: "Sample") -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _leave(mark: Path) -> None:
-    mark.touch()

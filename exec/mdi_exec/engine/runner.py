@@ -23,14 +23,15 @@ from torch import Tensor
 from mdi_exec.engine.device_clock import DeviceClock, Mark, clock_of
 from mdi_exec.engine.graphs import StepGraphs
 from mdi_exec.engine.request_state import Logprobs, RequestState
-from mdi_exec.engine.sampler import Draw, Sampler
-from mdi_exec.engine.step_inputs import StepInputs, gather_inputs, placeholder_prompt
+from mdi_exec.engine.sampling import Draw
+from mdi_exec.engine.step_inputs import StepInputs, gather_inputs, placeholder_prompt, sizes_up_to
 from mdi_exec.engine.step_program import RESULT_COLUMNS, Forwarded, Results, StepProgram
 from mdi_exec.errors import EngineStoppedError, NumericsError
 from mdi_exec.model.batch import Batch
 from mdi_exec.model.cache import DeviceCache
 from mdi_exec.model.staging import Staging
 from mdi_exec.model.transformer import Transformer
+from mdi_exec.ops.sampler import Sampler
 from mdi_exec.ranks.parallel import RankGroup
 from mdi_shared.plan import StepPlan
 
@@ -139,7 +140,7 @@ class ModelRunner:
         all. Everything runs on placeholders, before any request; waits for it.
         """
         with self._on_device():
-            for rows in _warm_up_rows(max_rows):
+            for rows in sizes_up_to(max_rows):
                 inputs = placeholder_prompt(rows)
                 tensors = self._staging.upload(inputs.arrays)
                 self._program.sample(self._program.forward(inputs.host, tensors), tensors,
@@ -297,13 +298,6 @@ class ModelRunner:
                 ids[row] = request.tokens[draw.position - 1]
         arrays = {**inputs.host.arrays, "token_ids": ids}
         return Batch.place(inputs.host, self._staging.upload(arrays))
-
-
-def _warm_up_rows(max_rows: int) -> list[int]:
-    """Powers of two and their halves again, ascending, and the largest."""
-    doubled = [1 << bit for bit in range(max_rows.bit_length())]
-    sizes = {*doubled, *(rows * 3 // 2 for rows in doubled), max_rows}
-    return sorted(rows for rows in sizes if rows <= max_rows)
 
 
 def _logprobs(

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from mdi_exec.engine.request_state import RequestState, ints32
-from mdi_exec.engine.sampler import Draw, SamplingNeeds, SamplingRows
-from mdi_exec.engine.sampling import SamplingParams
+from mdi_exec.engine.sampling import Draw, SamplingParams, draw_columns, sampling_needs
 from mdi_exec.model.batch import BLOCK_TOKENS, BatchColumns, BatchItem, HostBatch
 from mdi_exec.model.staging import Array
+from mdi_exec.ops.sampler import SamplingNeeds
 from mdi_shared.plan import StepPlan
 
 GIVEN = -1  # source of a row whose token the host knows
@@ -98,6 +98,13 @@ def placeholder_prompt(rows: int) -> StepInputs:
     return _inputs(host, _ALL_GIVEN * rows, [], [Draw(_NOTHING_ASKED, 0, 0)], None)
 
 
+def sizes_up_to(max_rows: int) -> list[int]:
+    """Return numbers of rows between which no kernel differs: 2^n and 3 * 2^n, and `max_rows`."""
+    doubled = [1 << bit for bit in range(max_rows.bit_length())]
+    sizes = {*doubled, *(rows * 3 // 2 for rows in doubled), max_rows}
+    return sorted(rows for rows in sizes if rows <= max_rows)
+
+
 def _placeholder(rows: int) -> BatchItem:
     return BatchItem(rows, rows, 0, (0,) * -(-rows // BLOCK_TOKENS), 1)
 
@@ -179,6 +186,6 @@ def _inputs(
     arrays = {
         **host.arrays,
         "sources": np.array(sources, dtype=np.int64),
-        **{f"draw.{name}": column for name, column in SamplingRows.columns(draws).items()},
+        **{f"draw.{name}": column for name, column in draw_columns(draws).items()},
     }
-    return StepInputs(host, arrays, requests, draws, SamplingNeeds.of(draws), shape)
+    return StepInputs(host, arrays, requests, draws, sampling_needs(draws), shape)

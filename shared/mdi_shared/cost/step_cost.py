@@ -1,4 +1,4 @@
-"""How long steps take: what a driver may ask of a cost model, and the host's share of it.
+"""How long steps take: what a driver may ask of a cost model, the host's share, graph sizes.
 
 Times are int nanoseconds and equal inputs give equal times. Nothing here measures or fits.
 

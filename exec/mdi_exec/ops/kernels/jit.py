@@ -49,7 +49,7 @@ _collection: _Collection | None = None
 @contextmanager
 def collecting(architecture: str) -> Iterator[dict[Sample, None]]:
     """Let launchers note the kernels they would run, instead of compiling and running them."""
-    global _collection  # noqa: PLW0603
+    global _collection
     assert _collection is None, "collections do not nest"
     _collection = _Collection(architecture, {})
     try:
@@ -143,8 +143,8 @@ def cache_folder() -> tuple[Path, str | None]:
         instead = Path(tempfile.gettempdir()) / f"minideepinfer-kernels-{os.getuid()}"
         instead.mkdir(mode=0o700, exist_ok=True)
         os.environ["TILELANG_CACHE_DIR"] = str(instead)
-        return instead, (f"compiled kernels are kept in {instead}: {wanted} cannot be written "
-                         f"({error.strerror}); TILELANG_CACHE_DIR names another folder")  # fmt: skip
+        note = f"compiled kernels are kept in {instead}: {wanted} cannot be written"
+        return instead, f"{note} ({error.strerror}); TILELANG_CACHE_DIR names another folder"
 
 
 @cache
