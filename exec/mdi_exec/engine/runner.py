@@ -115,6 +115,7 @@ class ModelRunner:
         group: RankGroup | None = None,
     ) -> None:
         self.model = model
+        self.cache_layout = cache.layout
         self.replay_keep_tokens = replay_keep_tokens
         self.on_logits = on_logits
         self._group = group if group is not None else RankGroup()
