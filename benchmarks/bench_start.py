@@ -3,7 +3,7 @@
 Starts are whole processes, `mdi generate MODEL --ids … --max-tokens 8`: the first with an empty
 folder of compiled kernels, the second with what the first has left. Steps are those of single
 prompts in an engine that serves nothing else, with CUDA graphs and without: the device's time and
-the time from the step's launch to its token, medians of --steps. With --kernels the profiler lists
+the whole request's, medians of --steps. With --kernels the profiler lists
 the kernels of one decode step of one sequence, and of one prefill step of 64 rows.
 
     python benchmarks/bench_start.py [--model random:flash-slice] [--device cuda] [--skip-starts]
@@ -47,35 +47,44 @@ def start_seconds(model: str, device: str, folder: str) -> float:
     return time.perf_counter() - begin
 
 
+class Noted:
+    """A launched step that keeps its result, which can be asked for only once."""
+
+    def __init__(self, pending: Any) -> None:  # noqa: ANN401
+        self.pending = pending
+        self.tokens: Any = None
+
+    def result(self) -> Any:  # noqa: ANN401
+        self.tokens = self.pending.result()
+        return self.tokens
+
+
 def prompt_steps(llm: LLM, rows: int, steps: int) -> dict[str, float]:
     """Serve prompts of so many tokens one by one; medians of their prefill steps, ms."""
-    device_ms, wait_ms, graphs = [], [], Counter[int]()
     runner = llm.engine.runner
-    launch = runner.launch
-    launched: list[tuple[Any, int]] = []
+    launch, launched = runner.launch, list[Noted]()
 
-    def spy(plan: Any, requests: Any) -> Any:  # noqa: ANN401
+    def noting(plan: Any, requests: Any) -> Any:  # noqa: ANN401
         pending, handed_ns = launch(plan, requests)
-        if plan.is_prefill and plan.seq_ids:
-            launched.append((pending, handed_ns))
-        return pending, handed_ns
+        if not (plan.is_prefill and plan.seq_ids):
+            return pending, handed_ns
+        launched.append(Noted(pending))
+        return launched[-1], handed_ns
 
-    runner.launch = spy  # type: ignore[method-assign]
+    runner.launch = noting
+    request_ms = []
     for index in range(steps + UNTIMED):
-        launched.clear()
         prompt = [(7 * index + 13 * i) % 1000 + 3 for i in range(rows)]
         begin = time.perf_counter()
         llm.generate([prompt], first_token_options())
-        wall = time.perf_counter() - begin
-        if index >= UNTIMED:
-            tokens = launched[0][0].result()
-            device_ms.append((tokens.end_ns - tokens.start_ns) / 1e6)
-            wait_ms.append(wall * 1e3)
-            graphs[tokens.graph_size] += 1
-    runner.launch = launch  # type: ignore[method-assign]
-    return {"rows": rows, "graph": graphs.most_common(1)[0][0],
-            "device_ms": statistics.median(device_ms),
-            "request_ms": statistics.median(wait_ms)}  # fmt: skip
+        request_ms.append((time.perf_counter() - begin) * 1e3)
+    runner.launch = launch
+    timed = [step.tokens for step in launched[UNTIMED:]]
+    return {
+        "rows": rows, "graph": timed[-1].graph_size,
+        "device_ms": statistics.median((t.end_ns - t.start_ns) / 1e6 for t in timed),
+        "request_ms": statistics.median(request_ms[UNTIMED:]),
+    }  # fmt: skip
 
 
 def kernels_of(work: Any) -> list[dict[str, Any]]:  # noqa: ANN401

@@ -1,14 +1,22 @@
 """Which kernels a model can reach, found without a GPU, and each compiled once."""
 
 import shutil
+import tempfile
 
 import pytest
 
 from mdi_exec.engine import kernels_ahead
-from mdi_exec.engine.kernels_ahead import Reach, compile_ahead, reachable_kernels, told_in_lines
+from mdi_exec.engine.kernels_ahead import (
+    Reach,
+    compile_ahead,
+    reach_of,
+    reachable_kernels,
+    told_in_lines,
+)
 from mdi_exec.model.cache import CacheLayout
 from mdi_exec.numerics import Numerics
 from mdi_exec.weights.source import random_config
+from mdi_shared.errors import ConfigError
 
 pytest.importorskip("tilelang")
 
@@ -100,3 +108,28 @@ def test_kernels_are_compiled_in_processes_of_their_own(tmp_path, monkeypatch):
                if s.builder.__name__ in ("rms_norm_rows", "hc_read_rows")][:2]  # fmt: skip
     assert set(kernels_ahead._compile_all(samples, "sm_90a", 2)) == set(samples)
     assert list(tmp_path.rglob("*.so"))
+
+
+def test_an_unknown_architecture_is_refused():
+    from mdi_exec.ops.kernels.jit import require_architecture
+
+    assert require_architecture("sm_100a") == "sm_100a"
+    with pytest.raises(ConfigError, match="--arch = 'sm_80': must be sm_90a or sm_100a"):
+        require_architecture("sm_80")
+
+
+def test_a_reach_is_that_of_the_options():
+    reach = reach_of("random:small", {"device": "cuda", "max_num_seqs": 3, "max_model_len": 700})
+    assert (reach.max_num_seqs, reach.max_model_len, reach.max_rows) == (3, 700, 700)
+
+
+def test_a_home_that_cannot_be_written_has_a_makeshift(monkeypatch, tmp_path):
+    from mdi_exec.ops.kernels import jit
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    folder, note = jit.cache_folder.__wrapped__()
+    assert folder.is_dir()
+    assert folder.parent == tmp_path
+    assert "cannot be written (Not a directory)" in note

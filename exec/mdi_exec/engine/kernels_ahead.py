@@ -11,25 +11,28 @@ import fcntl
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from joblib import Parallel, delayed
 from torch import Tensor
 
+from mdi_exec.engine.options import DEFAULT_KV_CACHE_GB, GB, scheduler_config, split_options
 from mdi_exec.engine.step_inputs import GraphShape, StepInputs, placeholder_prompt, sizes_up_to
 from mdi_exec.engine.step_program import StepProgram
 from mdi_exec.model.cache import CacheLayout, DeviceCache
 from mdi_exec.model.staging import Packing
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.model.weights import ExpansionBudget, Weights
+from mdi_exec.numerics import Numerics
 from mdi_exec.ops.sampler import Sampler
 from mdi_exec.weights.names import expected_tensors
 from mdi_exec.weights.random import DTYPES
+from mdi_exec.weights.source import open_model
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.cost.graph_sizes import graph_sizes
 
@@ -59,6 +62,19 @@ class Reach:
         """Return the reach of an engine with these options."""
         rows = min(config.token_budget, config.max_model_len)
         return cls(layout, rows, config.max_num_seqs, config.max_model_len, expanded_bytes)
+
+
+def reach_of(model: str | Path, options: Mapping[str, Any]) -> Reach:
+    """Return the reach of an `LLM` of this model and these options; no weights are loaded."""
+    engine_options, scheduler_options = split_options(dict(options))
+    source = open_model(model, "cpu", engine_options.revision)
+    layout = CacheLayout(config=source.config, numerics=Numerics(engine_options.numerics))
+    config = scheduler_config(
+        scheduler_options, layout, DEFAULT_KV_CACHE_GB * GB,
+        eos_token_id=source.config.eos_token_id,
+        max_positions=source.config.max_position_embeddings,
+    )  # fmt: skip
+    return Reach.of(layout, config, engine_options.expanded_weights_bytes)
 
 
 class _Shapes:

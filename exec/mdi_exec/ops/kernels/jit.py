@@ -20,6 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from mdi_shared.errors import ConfigError
+
 # TileLang reads these when it is imported or compiles.
 os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
 
@@ -118,6 +120,18 @@ def _compiled(builder: Callable[..., Any], *args: Any) -> Any:
 def current_architecture() -> str:
     """Return the architecture to compile for: the GPU's, or the one kernels are collected for."""
     return _gpu_architecture() if _collection is None else _collection.architecture
+
+
+def require_architecture(name: str | None) -> str:
+    """Return `name`, or the GPU's architecture; raises `ConfigError` where there is neither."""
+    known = " or ".join(ARCHITECTURES)
+    if name is None and not torch.cuda.is_available():
+        raise ConfigError(
+            "--arch", name, f"this machine has no GPU; give {' or '.join(ARCHITECTURES)}"
+        )
+    if name is not None and name not in ARCHITECTURES:
+        raise ConfigError("--arch", name, f"must be {' or '.join(ARCHITECTURES)}")
+    return _gpu_architecture() if name is None else name
 
 
 @cache
