@@ -37,6 +37,8 @@ def require_present(path: Path) -> None:
         raise ConfigError("path", str(path), f"cannot be read: {error.strerror}") from error
     if not there:
         raise ConfigError("path", str(path), "no such file")
+    if path.is_dir() and not any(path.iterdir()):
+        raise ConfigError("path", str(path), "is a folder without files")
 
 
 def require_runs(paths: Iterable[Path]) -> None:
@@ -88,9 +90,12 @@ def is_run(path: Path) -> bool:
     from mdi_traces.run import run_prefix
     from minideepinfer.saving import RUN_ENDINGS, run_files
 
-    if path.name.endswith(RUN_ENDINGS):
-        return Path(run_prefix(path) + ".steps.parquet").exists()
-    return not path.is_file() and bool(run_files(path))
+    try:
+        if path.name.endswith(RUN_ENDINGS):
+            return Path(run_prefix(path) + ".steps.parquet").exists()
+        return not path.is_file() and bool(run_files(path))
+    except OSError:  # `require_present` says why it cannot be looked at
+        return False
 
 
 def read_run(path: Path) -> "Run":

@@ -155,6 +155,7 @@ def test_llmservingsim_requests(tmp_path):
     [
         ({"id": "x", "conversations": [{"from": "human", "value": "hi"}]}, "ShareGPT"),
         ({"session_id": "s", "sub_requests": [{"input_toks": 1}]}, "agentic sessions"),
+        ({"conversation": [{"role": "user", "content": "hi"}]}, "LMSYS"),
         ({"messages": [{"role": "user", "content": "hi"}]}, "chats as text"),
     ],
 )

@@ -122,6 +122,10 @@ def test_mooncake_turns_without_a_time_are_sent_by_their_delay(write):
     assert trace.table["think_ns"].to_pylist() == [None, 500_000_000]
     with pytest.raises(TraceError, match="row 2, column 'timestamp': missing"):
         load_requests(write(text))
+    early = text.replace('"timestamp": 50', '"timestamp": 50, "delay": 9')
+    assert load_requests(write(early), closed_loop=True).metadata.notes == (
+        "1 first delay left out",
+    )
     gaps = text.replace('"delay": 500', '"timestamp": 80')
     trace = load_requests(write(gaps), closed_loop=True)
     assert trace.table["think_ns"].to_pylist() == [None, 30_000_000], "the gap, an upper bound"

@@ -127,6 +127,8 @@ def _cell(value: object) -> object:
 
 def unguarded(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Return CSV cells without the apostrophe that keeps a spreadsheet from running them."""
+    if not pa.types.is_string(column.type):
+        return column
     return pc.replace_substring_regex(column, f"^'({_FORMULA.pattern})", r"\1")
 
 

@@ -80,7 +80,7 @@ class Turns:
 
 
 def left_out(count: int, what: str) -> tuple[str, ...]:
-    """Return the note about rows an importer left out; none when there were none."""
+    """Return the note about what an importer left out; none when there was nothing."""
     return (f"{count} {what}{'s' if count > 1 else ''} left out",) if count else ()
 
 

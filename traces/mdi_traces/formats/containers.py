@@ -126,6 +126,24 @@ def _csv(name: str, first: bytes, number: int, rest: BinaryIO, limit: int | None
     raw = b"".join([first, body]).rstrip(b"\r\n") + b"\n"
     if not raw.isascii():
         _parsed(name, number, raw.decode)
+    table = _csv_table(name, first, number, raw)
+    header = [column[0].as_py() for column in table.columns]
+    names = ["" if cell is None else str(cell).strip() for cell in header]
+    if _INDEX.fullmatch(names[0]) and len(names) > 1:
+        names, table = names[1:], table.select(range(1, len(names)))
+    require_unique(names, name)
+    table = table.slice(1, limit).rename_columns(names)
+    guarded = b"'" in raw
+    return Part(
+        file=name,
+        names=tuple(names),
+        column=lambda key: unguarded(table[key]) if guarded else table[key],
+        lines=np.arange(number + 1, number + 1 + len(table)),
+    )
+
+
+def _csv_table(name: str, first: bytes, number: int, raw: bytes) -> pa.Table:
+    """Parse the whole file, its header as the first row."""
     delimiter = max(",\t;|", key=lambda each: first.count(each.encode()))
     wrong: list[pacsv.InvalidRow] = []
 
@@ -135,7 +153,7 @@ def _csv(name: str, first: bytes, number: int, rest: BinaryIO, limit: int | None
 
     width = first.count(delimiter.encode()) + 1
     try:
-        table = pacsv.read_csv(
+        return pacsv.read_csv(
             io.BytesIO(raw),
             read_options=pacsv.ReadOptions(
                 use_threads=False,  # only then a wrong row has a number
@@ -159,19 +177,6 @@ def _csv(name: str, first: bytes, number: int, rest: BinaryIO, limit: int | None
                 row=number - 1 + (wrong[0].number or 1),
             ) from error  # fmt: skip
         raise TraceError(name, f"is not CSV: {str(error).splitlines()[0]}") from error
-    header = [column[0].as_py() for column in table.columns]
-    names = ["" if cell is None else str(cell).strip() for cell in header]
-    if _INDEX.fullmatch(names[0]) and len(names) > 1:
-        names, table = names[1:], table.select(range(1, len(names)))
-    require_unique(names, name)
-    table = table.slice(1, limit).rename_columns(names)
-    guarded = b"'" in raw
-    return Part(
-        file=name,
-        names=tuple(names),
-        column=lambda key: unguarded(table[key]) if guarded else table[key],
-        lines=np.arange(number + 1, number + 1 + len(table)),
-    )
 
 
 def _json(name: str, first: bytes, number: int, rest: BinaryIO, limit: int | None) -> Part:

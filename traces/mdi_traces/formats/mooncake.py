@@ -20,6 +20,7 @@ from mdi_traces.formats.base import (
     Imported,
     Options,
     Turns,
+    left_out,
     length_columns,
     require_sessions,
     session_columns,
@@ -37,8 +38,9 @@ def _read(rows: Rows, options: Options) -> Imported:
     prompt, output = rows.tokens("input_length"), rows.tokens("output_length")
     arrival, known = rows.some_times_ns("timestamp", NS_PER_MS)
     sessions: dict[str, Any] = {}
+    notes: tuple[str, ...] = ()
     if require_sessions(rows, "session_id", options):
-        sessions = _sessions(rows, arrival, known, options.closed_loop)
+        sessions, notes = _sessions(rows, arrival, known, options.closed_loop)
     rows.required("timestamp", (arrival, known))
     hash_ids = rows.some_int_lists("hash_ids")
     hashed = any(ids is not None for ids in hash_ids)
@@ -48,10 +50,13 @@ def _read(rows: Rows, options: Options) -> Imported:
         | ({"hash_ids": int_lists(hash_ids)} if hashed else {}),
         licence="Apache-2.0 (Mooncake, Qin et al., FAST 2025)",
         hash_block_size=BLOCK_TOKENS if hashed else None,
+        notes=notes,
     )
 
 
-def _sessions(rows: Rows, arrival: Ints, known: Bools, closed_loop: bool) -> dict[str, Any]:
+def _sessions(
+    rows: Rows, arrival: Ints, known: Bools, closed_loop: bool
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Number the turns; in a closed loop, times that are missing are filled in from delays."""
     names = rows.some_texts("session_id")
     delay, delayed = rows.some_times_ns("delay", NS_PER_MS)
@@ -68,7 +73,10 @@ def _sessions(rows: Rows, arrival: Ints, known: Bools, closed_loop: bool) -> dic
         turn[row], think[row] = turns.add(name, int(arrival[row]), int(arrival[row]))
         if think[row] is not None and delayed[row]:
             think[row] = int(delay[row])
-    return session_columns(names, turn, think if closed_loop else None)
+    if not closed_loop:
+        return session_columns(names, turn, None), ()
+    idle = sum(some and pause is None for some, pause in zip(delayed.tolist(), think, strict=True))
+    return session_columns(names, turn, think), left_out(idle, "first delay")
 
 
 MOONCAKE = Format(
