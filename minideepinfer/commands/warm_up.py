@@ -41,7 +41,7 @@ def warm_up(
     from mdi_exec.ops.kernels.jit import cache_folder, require_architecture
 
     architecture = require_architecture(architecture)
-    reach = reach_of(model, {"device": "cuda", **engine_options(set_options)})
+    reach = reach_of(model, engine_options(set_options))
     folder, note = cache_folder()
     if note is not None:
         tell(f"note: {note}")

@@ -119,7 +119,7 @@ def test_an_unknown_architecture_is_refused():
 
 
 def test_a_reach_is_that_of_the_options():
-    reach = reach_of("random:small", {"device": "cuda", "max_num_seqs": 3, "max_model_len": 700})
+    reach = reach_of("random:small", {"max_num_seqs": 3, "max_model_len": 700})
     assert (reach.max_num_seqs, reach.max_model_len, reach.max_rows) == (3, 700, 700)
 
 

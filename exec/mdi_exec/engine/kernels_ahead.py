@@ -21,7 +21,13 @@ import torch
 from joblib import Parallel, delayed
 from torch import Tensor
 
-from mdi_exec.engine.options import DEFAULT_KV_CACHE_GB, GB, scheduler_config, split_options
+from mdi_exec.engine.options import (
+    DEFAULT_COPIES_GB,
+    DEFAULT_KV_CACHE_GB,
+    GB,
+    scheduler_config,
+    split_options,
+)
 from mdi_exec.engine.step_inputs import GraphShape, StepInputs, placeholder_prompt, sizes_up_to
 from mdi_exec.engine.step_program import StepProgram
 from mdi_exec.model.cache import CacheLayout, DeviceCache
@@ -65,7 +71,7 @@ class Reach:
 
 
 def reach_of(model: str | Path, options: Mapping[str, Any]) -> Reach:
-    """Return the reach of an `LLM` of this model and these options; no weights are loaded."""
+    """Return the reach of an `LLM` of this model and these options on a GPU; none is needed here."""
     engine_options, scheduler_options = split_options(dict(options))
     source = open_model(model, "cpu", engine_options.revision)
     layout = CacheLayout(config=source.config, numerics=Numerics(engine_options.numerics))
@@ -74,7 +80,8 @@ def reach_of(model: str | Path, options: Mapping[str, Any]) -> Reach:
         eos_token_id=source.config.eos_token_id,
         max_positions=source.config.max_position_embeddings,
     )  # fmt: skip
-    return Reach.of(layout, config, engine_options.expanded_weights_bytes)
+    copies_gb = engine_options.expanded_weights_memory_gb
+    return Reach.of(layout, config, (DEFAULT_COPIES_GB if copies_gb is None else copies_gb) * GB)
 
 
 class _Shapes:

@@ -126,11 +126,9 @@ def require_architecture(name: str | None) -> str:
     """Return `name`, or the GPU's architecture; raises `ConfigError` where there is neither."""
     known = " or ".join(ARCHITECTURES)
     if name is None and not torch.cuda.is_available():
-        raise ConfigError(
-            "--arch", name, f"this machine has no GPU; give {' or '.join(ARCHITECTURES)}"
-        )
+        raise ConfigError("--arch", name, f"must be {known}, since this machine has no GPU")
     if name is not None and name not in ARCHITECTURES:
-        raise ConfigError("--arch", name, f"must be {' or '.join(ARCHITECTURES)}")
+        raise ConfigError("--arch", name, f"must be {known}")
     return _gpu_architecture() if name is None else name
 
 
