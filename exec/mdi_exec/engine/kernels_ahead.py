@@ -71,7 +71,7 @@ class Reach:
 
 
 def reach_of(model: str | Path, options: Mapping[str, Any]) -> Reach:
-    """Return the reach of an `LLM` of this model and these options on a GPU; none is needed here."""
+    """Return the reach of an `LLM` with these options on a GPU; none is needed here."""
     engine_options, scheduler_options = split_options(dict(options))
     source = open_model(model, "cpu", engine_options.revision)
     layout = CacheLayout(config=source.config, numerics=Numerics(engine_options.numerics))
