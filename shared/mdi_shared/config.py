@@ -79,6 +79,9 @@ class SchedulerConfig:
                      "the rows of a full decode step")  # fmt: skip
             _require(budget >= self.cp_align, "max_num_batched_tokens", budget,
                      f"must be at least 2 * context_parallel_size = {self.cp_align}")  # fmt: skip
+            _require(not self.strict_upstream or budget >= self.block_size,
+                     "max_num_batched_tokens", budget, "the production engine does not start with "
+                     f"less than a block, block_size = {self.block_size}")  # fmt: skip
             _require(self.chunked_prefill or budget >= self.max_model_len,
                      "max_num_batched_tokens", budget,
                      f"without chunked_prefill it must hold a whole prompt, max_model_len = "
@@ -134,10 +137,15 @@ class SchedulerConfig:
 
     @property
     def prompt_limit(self) -> int:
-        """Longest prompt admitted, tokens."""
+        """Longest prompt admitted, tokens.
+
+        A prompt that may not be cut must fit into a step, and context parallelism counts in
+        multiples of `cp_align`. Upstream forgets the latter: such a prompt waits there for ever.
+        """
         if self.chunked_prefill:
             return self.max_model_len
-        return min(self.max_model_len, self.token_budget)
+        align = 1 if self.strict_upstream else self.cp_align
+        return min(self.max_model_len, self.token_budget // align * align)
 
     @property
     def num_slots(self) -> int:

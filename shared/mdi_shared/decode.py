@@ -7,6 +7,7 @@ first, the longest output is the victim, and the batch is laid out by falling le
 from mdi_shared.plan import Ending
 from mdi_shared.queues import Queues
 from mdi_shared.request import Sequence
+from mdi_shared.upstream_order import sort_descending
 
 
 class DecodeBatch:
@@ -94,11 +95,11 @@ class DecodeSelection:
         return left
 
     def _select_strict(self, out: DecodeBatch) -> None:
-        """Upstream's orders: stable sorts of whatever order the last step left (§2.4)."""
+        """Upstream's orders: sorts of whatever order the last step left (§2.4)."""
         queues = self.queues
-        queues.running.sort(key=lambda seq: -seq.output_len)
+        sort_descending(queues.running, lambda seq: seq.output_len)
         picked = self._serve(queues.running, out)
-        picked.sort(key=lambda seq: -seq.num_tokens)
+        sort_descending(picked, lambda seq: seq.num_tokens)
         queues.running = picked
         out.batch = picked.copy()  # `running` changes while the batch is in flight
 

@@ -7,6 +7,7 @@ the search. At most one prompt is left partial, and it is the last of the step.
 from mdi_shared.blocks import Fit
 from mdi_shared.chunking import ChunkPolicy
 from mdi_shared.cost.work import PromptRow
+from mdi_shared.errors import UpstreamCheckError
 from mdi_shared.plan import Ending
 from mdi_shared.queues import Queues
 from mdi_shared.request import Sequence, State
@@ -70,6 +71,11 @@ class PrefillSelection:
             return 0
         batch.k_room -= seq.num_tokens
         work = seq.num_tokens - seq.cached
+        if config.strict_upstream and work < config.lookahead:
+            raise UpstreamCheckError(
+                f"lookahead = {config.lookahead}: the production engine stops here, for request "
+                f"{seq.request.req_id!r} has {work} tokens left to prefill"
+            )
         room = (config.token_budget - batch.used_tokens) // config.cp_align * config.cp_align
         tokens = self.policy.chunk_tokens(batch.rows, seq.cached, work, room, seq.num_tokens)
         assert 0 <= tokens <= min(work, room), f"chunk policy asked for {tokens} of {work} tokens"

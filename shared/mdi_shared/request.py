@@ -6,6 +6,7 @@ and never keeps them: which ids were generated is the driver's business.
 
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 
 from mdi_shared.errors import ConfigError
 
@@ -50,7 +51,7 @@ class Request:
 
     `cached_len` prompt tokens are already in an external prefix cache: the first chunk starts
     behind them, though blocks are reserved for the whole prompt. `chunk_checkpoints` are
-    ascending absolute positions at which a prompt chunk must end.
+    ascending positions of the prompt at which a chunk must end.
     """
 
     req_id: str
@@ -70,10 +71,10 @@ class Request:
             raise ConfigError("cached_len", self.cached_len,
                               f"must be between 0 and prompt_len - 1 = {self.prompt_len - 1}: "
                               "the last prompt token is always computed")  # fmt: skip
-        if any(a >= b for a, b in zip((0, *self.chunk_checkpoints), self.chunk_checkpoints,
-                                      strict=False)):  # fmt: skip
-            raise ConfigError("chunk_checkpoints", self.chunk_checkpoints,
-                              "must be positive and ascending")  # fmt: skip
+        ends = (0, *self.chunk_checkpoints)
+        if any(a >= b for a, b in pairwise(ends)) or ends[-1] > self.prompt_len:
+            raise ConfigError("chunk_checkpoints", self.chunk_checkpoints, "must be positive, "
+                              f"ascending and at most prompt_len = {self.prompt_len}")  # fmt: skip
 
 
 class Sequence:

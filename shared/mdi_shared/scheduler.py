@@ -50,7 +50,8 @@ class Scheduler:
         self._in_flight: deque[InFlightStep] = deque()  # oldest first
         self._to_release: list[Sequence] = []
         self._next_seq_id = 0
-        self._idle_turns = 0
+        self._idle_turns = 0  # in a row, with the same head in the same state
+        self._idle_head = (-1, 0)
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -207,24 +208,24 @@ class Scheduler:
         if plan.seq_ids or plan.finished or plan.ignored or plan.preempted or not queues.waiting:
             self._idle_turns = 0
             return
-        head = queues.waiting[0]
         if queues.running:
             return
-        above = self.config.strict_upstream and queues.blocks.usage > WATERMARK
-        # By the second ANY point every rank has tried to prefill with nothing in its way; but
-        # without chunking, each checkpoint costs the head one attempt (§13.10).
-        self._idle_turns += not head.checkpoints
-        if above or self._idle_turns > 2 * self.config.prefill_any_attempt_interval:
-            reason = (
+        # Without chunking each checkpoint costs the head one attempt: that is progress, too.
+        head = (queues.waiting[0].seq_id, len(queues.waiting[0].checkpoints))
+        self._idle_turns = self._idle_turns + 1 if head == self._idle_head else 1
+        self._idle_head = head
+        if self.config.strict_upstream and queues.blocks.usage > WATERMARK:
+            raise self._deadlock(
                 f"nothing runs and {queues.blocks.usage:.0%} of the KV pool is held, above the "
                 f"{WATERMARK:.0%} up to which a prefill is wanted"
-                if above
-                else "nothing runs and the first waiting request cannot be admitted"
             )
-            raise DeadlockError(
-                reason,
-                [(s.request.req_id, len(s.block_table)) for s in queues.waiting if s.block_table],
-            )
+        # By the second ANY point every rank has tried to prefill with nothing in its way.
+        if self._idle_turns > 2 * self.config.prefill_any_attempt_interval:
+            raise self._deadlock("nothing runs and the first waiting request cannot be admitted")
+
+    def _deadlock(self, reason: str) -> DeadlockError:
+        holders = [(s.request.req_id, len(s.block_table)) for s in self.queues.waiting]
+        return DeadlockError(reason, [h for h in holders if h[1]], self.queues.leaked)
 
     # ---- results (§1.3) ------------------------------------------------------------------------
 

@@ -227,7 +227,8 @@ class ScriptedRank:
         turn.running = ",".join(s.request.req_id for s in queues.running)
         for seq in (*queues.waiting, *queues.running):
             name = seq.request.req_id
-            turn.state[name] = f"{seq.num_tokens}/{seq.cached}/{seq.inflight_total}"
+            in_flight = 0 if seq.is_finished else seq.inflight_total  # a dead one's means nothing
+            turn.state[name] = f"{seq.num_tokens}/{seq.cached}/{in_flight}"
             turn.tables[name] = list(seq.block_table)
 
 
@@ -247,13 +248,19 @@ def play_group_ranks(configs, scripts, steps, stops=None, policy=None) -> list[S
         )
         for i, (config, script) in enumerate(zip(configs, scripts, strict=True))
     ]
+    return run_together(ranks, steps)
+
+
+def run_together(ranks: list[ScriptedRank], steps: int) -> list[ScriptedRank]:
+    """Run the ranks of a group, or a single one, for at most so many steps."""
     while not all(rank.done for rank in ranks):
         for rank in ranks:
             rank.advance(steps)
         if any(rank.done for rank in ranks):
             assert all(rank.done for rank in ranks), "a rank left while others go on"
             break
-        _meet(ranks)
+        if len(ranks) > 1:
+            _meet(ranks)
     for rank in ranks:
         rank._close_turn()
     return ranks

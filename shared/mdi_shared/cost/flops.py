@@ -38,6 +38,7 @@ class WorkCoefficients(NamedTuple):
     experts_consumer_row: int
     hyper_row: int
     hyper_consumer_row: int
+    boundary_row: int  # per row that no consumer layer runs: it still leaves the producers mixed
     engram_row: int
     key_row: int
     core_pair: int
@@ -57,7 +58,12 @@ class WorkCoefficients(NamedTuple):
             + self.core_pair * core
             + self.index_pair * index
         )
-        return attn, attn + self.other_row * rows + self.other_consumer_row * consumer_rows
+        other = (
+            self.other_row * rows
+            + self.other_consumer_row * consumer_rows
+            + self.boundary_row * (rows - consumer_rows)
+        )
+        return attn, attn + other
 
 
 @lru_cache(maxsize=64)
@@ -96,6 +102,7 @@ def coefficients(shape: ModelShape) -> WorkCoefficients:
         experts_consumer_row=consumers * experts,
         hyper_row=producers * hyper,
         hyper_consumer_row=consumers * hyper,
+        boundary_row=mix * copies * (copies + 2),
         engram_row=engram,
         key_row=4 * shape.head_dim * shape.index_head_dim,
         core_pair=8 * shape.num_attention_heads * shape.head_dim,
