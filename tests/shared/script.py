@@ -4,7 +4,7 @@ A plain, clockless driver for unit tests: requests and aborts appear before a gi
 launched step is logged with the state it left behind.
 """
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from mdi_shared.config import SchedulerConfig
@@ -285,6 +285,29 @@ def _meet(ranks: list[ScriptedRank]) -> None:
 def play_group(configs, scripts, steps) -> list[list[Turn]]:
     """Run several ranks in lockstep; return each one's turns."""
     return [rank.turns for rank in play_group_ranks(configs, scripts, steps)]
+
+
+def ended(rank: ScriptedRank) -> dict[str, str]:
+    """Check that every request ended once and all memory is back; return the reasons.
+
+    What strict mode loses by an abort, as upstream does, it must know.
+    """
+    queues = rank.scheduler.queues
+    assert rank.done, "the run did not end"
+    assert not queues.waiting
+    assert not queues.running
+    assert not queues.live
+    assert rank.scheduler.num_in_flight == 0
+    lost, slots_lost = sum(blocks for _, blocks in queues.leaked), len(queues.leaked)
+    assert queues.blocks.num_free + lost == queues.blocks.num_total - 1, "blocks are missing"
+    assert queues.slots.num_free + slots_lost == queues.slots.num_total - 1, "slots are missing"
+    reasons: Counter = Counter()
+    for ending in endings([*rank.early, *[r for t in rank.turns for r in t.reports]]):
+        reasons[rank.names[ending.seq_id], ending.reason] += 1
+    names = [name for name, _ in reasons]
+    assert sorted(names) == sorted(rank.names.values()), "a request is lost"
+    assert set(reasons.values()) <= {1}, "a request ended twice"
+    return dict(reasons.keys())
 
 
 def request(name: str, prompt_len: int, max_tokens: int = 16, **options) -> Request:

@@ -4,14 +4,12 @@
 what the run did as a whole.
 """
 
-from collections import Counter
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
 from mdi_shared.errors import DeadlockError
-from tests.shared.script import ScriptedRank, endings, play_group_ranks, request, toy
+from tests.shared.script import ScriptedRank, ended, play_group_ranks, request, toy
 
 MOST_STEPS = 3_000
 WORKLOADS = settings(max_examples=700, deadline=None, derandomize=True)
@@ -72,29 +70,6 @@ accept_counts = st.dictionaries(
     st.integers(1, 3),
     max_size=40,
 )
-
-
-def ended(rank):
-    """Check that every request ended once and all memory is back; return the reasons.
-
-    What strict mode loses by an abort, as upstream does, it must know.
-    """
-    queues = rank.scheduler.queues
-    assert rank.done, "the run did not end"
-    assert not queues.waiting
-    assert not queues.running
-    assert not queues.live
-    assert rank.scheduler.num_in_flight == 0
-    lost, slots_lost = sum(blocks for _, blocks in queues.leaked), len(queues.leaked)
-    assert queues.blocks.num_free + lost == queues.blocks.num_total - 1, "blocks are missing"
-    assert queues.slots.num_free + slots_lost == queues.slots.num_total - 1, "slots are missing"
-    reasons: Counter = Counter()
-    for ending in endings([*rank.early, *[r for t in rank.turns for r in t.reports]]):
-        reasons[rank.names[ending.seq_id], ending.reason] += 1
-    names = [name for name, _ in reasons]
-    assert sorted(names) == sorted(rank.names.values()), "a request is lost"
-    assert set(reasons.values()) <= {1}, "a request ended twice"
-    return dict(reasons.keys())
 
 
 def check_outputs(rank, script, stops):

@@ -35,12 +35,13 @@ class Workload:
 
 
 def play(
-    workload: Workload, most_steps: int, *, policy: ChunkPolicy | None = None
+    workload: Workload, most_steps: int, *, policy: ChunkPolicy | None = None, repeat: int = 1
 ) -> tuple[list[ScriptedRank], Exception | None]:
     """Return our ranks after the run, and the error that ended it before its time, if one did."""
     ranks = [
         ScriptedRank(
             workload.config, {step: list(news) for step, news in script.items()}, policy=policy,
+            repeat=repeat,
             num_ranks=len(workload.scripts), stops=stops, accepted=Accepted(workload),
         )
         for script, stops in zip(workload.scripts, workload.stops, strict=True)
