@@ -12,6 +12,7 @@ from torch import Tensor
 from mdi_exec.model.batch import BLOCK_TOKENS, Batch, BatchItem
 from mdi_exec.model.cache import CacheLayout, DeviceCache
 from mdi_exec.model.config import ModelConfig
+from mdi_exec.model.config_reader import read_config, read_config_file
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.model.weights import Weights
 from mdi_exec.numerics import Numerics
@@ -126,12 +127,12 @@ def flat_config() -> dict[str, object]:
 @pytest.fixture(scope="session")
 def released(flat_config) -> ModelConfig:
     """The released model's dimensions."""
-    return ModelConfig.from_dict(flat_config)
+    return read_config(flat_config)
 
 
 @pytest.fixture(scope="session")
 def tiny_config() -> ModelConfig:
-    return ModelConfig.from_file(GOLDEN / "tiny" / "config.json")
+    return read_config_file(GOLDEN / "tiny" / "config.json")
 
 
 @pytest.fixture(scope="session")

@@ -263,7 +263,7 @@ def test_nan_in_the_middle_keeps_what_was_shown_before():
         outputs = llm.stream([[3, 4]], params)
         first = next(outputs)
         with torch.inference_mode():
-            llm.model.embed[9] = float("nan")
+            llm.rank.model.embed[9] = float("nan")
         seen = [first]
         with pytest.raises(NumericsError):
             seen.extend(outputs)

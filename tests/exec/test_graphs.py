@@ -105,7 +105,7 @@ def test_filters_and_alternatives_sample_without_a_graph(recorded):
 def test_a_fault_in_a_graph_is_located(recorded):
     with LLM(CHECKPOINT, **SMALL) as llm:
         llm.warm_up()
-        weight = llm.model.layers[3].attn_norm.weight
+        weight = llm.rank.model.layers[3].attn_norm.weight
         llm.engine.add_request(PROMPTS[1], PARAMS[1], "first")
         llm.engine.step()
         weight.fill_(torch.nan)

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mdi_exec.engine.sampler import FILTERED_LOGPROB, Draw, Sampler, SamplingRows, mass_bits
-from mdi_exec.engine.sampling import ROW_STRIDE, SamplingParams, row_position
+from mdi_exec.engine.sampling import Draw, SamplingParams
 from mdi_exec.ops.gumbel import (
     ACCEPT,
     FRESH,
@@ -18,7 +17,9 @@ from mdi_exec.ops.gumbel import (
     stream_key,
     uniform,
 )
+from mdi_exec.ops.sampler import FILTERED_LOGPROB, Sampler, mass_bits
 from mdi_shared.errors import ConfigError
+from tests.exec.draws import rows_of_draws
 
 HALVES = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
 EOS = 1
@@ -41,7 +42,7 @@ def int64(*values):
 
 def rows_of(params, *, positions=None, output_index=None):
     count = len(params)
-    return SamplingRows.of(
+    return rows_of_draws(
         [
             Draw(*draw)
             for draw in zip(
@@ -232,11 +233,6 @@ def test_logits_are_left_alone_and_no_rows_give_no_tokens():
 def test_masses_never_overflow():
     for vocab_size in (2, 4, 1024, 129_280, 131_072, 131_073, 2_000_000):
         assert vocab_size * 2 ** mass_bits(vocab_size) < 2**63
-
-
-def test_rows_of_a_decode_step_have_their_own_positions():
-    assert row_position(7, 0) == 7
-    assert row_position(7, 2) == 7 + 2 * ROW_STRIDE
 
 
 def test_params_defaults_and_rules():

@@ -158,7 +158,7 @@ def test_a_fault_is_located(use_cuda_graphs):
         for _ in range(4):
             llm.engine.step()
         with torch.inference_mode():
-            llm.model.layers[3].attn_norm.weight.fill_(torch.nan)
+            llm.rank.model.layers[3].attn_norm.weight.fill_(torch.nan)
         with pytest.raises(NumericsError, match=r"'first'.*come out of layer 3"):
             llm.engine.drain()
 

@@ -99,11 +99,11 @@ def test_a_record_of_four_real_ranks_retraced_makes_the_same_plans():
 
     def work():
         llm = LLM(CHECKPOINT, **REAL, **INTERVALS, record="unused")
-        left = (4, 3, 1, 0)[llm.group.rank]
-        if llm.group.rank:
-            return serve(llm.rank_engine, left, [2, 9], 5)
+        left = (4, 3, 1, 0)[llm.rank.group.rank]
+        if llm.rank.group.rank:
+            return serve(llm.rank.engine, left, [2, 9], 5)
         # Of four blocks three prompts take one each and two soon want a second: one must give way.
-        return serve(llm.rank_engine, left, [126, 127], 5, first=[(127, 8)] * 4)
+        return serve(llm.rank.engine, left, [126, 127], 5, first=[(127, 8)] * 4)
 
     (run, preempted), *others = llm_results(4, work)
     assert preempted > 0, "rank 0 was meant to be short of memory"

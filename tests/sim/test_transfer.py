@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from mdi_shared.cost.files import read_cost_file
 from mdi_shared.cost.hardware import B200, H200
 from mdi_shared.cost.linear import LinearCost
-from mdi_shared.cost.predicted import PredictedCost, read_cost_file
+from mdi_shared.cost.predicted import PredictedCost
 from mdi_shared.cost.roofline import PEAK, Efficiencies, RooflineCost
 from mdi_shared.cost.shape import TINY, V41_FLASH
 from mdi_shared.cost.step_cost import HostCost

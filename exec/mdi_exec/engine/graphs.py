@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mdi_exec.engine.sampler import SamplingNeeds
 from mdi_exec.engine.step_inputs import DecodeShape, StepInputs
 from mdi_exec.engine.step_program import Forwarded, Results, StepProgram
 from mdi_exec.model.batch import BLOCK_TOKENS
 from mdi_exec.model.staging import Packing, Staging
+from mdi_exec.ops.sampler import SamplingNeeds
 from mdi_shared.cost.step_cost import graph_sizes
 
 T = TypeVar("T")

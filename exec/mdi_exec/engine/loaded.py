@@ -4,7 +4,7 @@ Loading takes minutes, an engine with its cache and graphs moments. So the two a
 loaded model can be served by one engine after the other, with other options. In a group this is
 one rank's part of the model.
 
-Read next: `memory.py` (what is checked), `engine.py`, `runner.py`; `llm.py` is what users hold.
+Read next: `memory.py` (what is checked), `engine.py`, `runner.py`; `rank.py` holds it.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,17 +25,18 @@ from mdi_exec.engine.memory import (
 from mdi_exec.engine.options import DEFAULT_KV_CACHE_GB, GB, EngineOptions, scheduler_config
 from mdi_exec.engine.recording import Recording, hardware_name
 from mdi_exec.engine.runner import ModelRunner
-from mdi_exec.engine.sampler import Sampler
 from mdi_exec.model.cache import CacheLayout, DeviceCache
-from mdi_exec.model.shape import shape_of
+from mdi_exec.model.config import shape_of
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.model.weights import ExpansionBudget, Weights
 from mdi_exec.numerics import Numerics
+from mdi_exec.ops.sampler import Sampler
 from mdi_exec.ranks.exchange import ExpertExchange, ExpertShard, make_exchange
 from mdi_exec.ranks.parallel import RankGroup, own_device, require_even_experts
 from mdi_exec.weights.source import open_model
 from mdi_shared.chunking import fallback_note, make_policy
 from mdi_shared.config import SchedulerConfig
+from mdi_shared.cost.files import read_cost_file
 from mdi_shared.cost.hardware import H200
 from mdi_shared.cost.linear import LinearCost
 from mdi_shared.cost.predicted import PredictedCost
@@ -202,6 +203,11 @@ class LoadedModel:
             {"checkpoint": self.source.fingerprint, **engine, **asdict(config)}
         )
         return config
+
+
+def read_cost_model(options: EngineOptions) -> CostModel | None:
+    """Return the step times that `cost_model` names; raises what reading the file does."""
+    return None if options.cost_model is None else read_cost_file(options.cost_model)
 
 
 def _chunk_cost(

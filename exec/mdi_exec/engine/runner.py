@@ -23,7 +23,7 @@ from torch import Tensor
 from mdi_exec.engine.device_clock import DeviceClock, Mark, clock_of
 from mdi_exec.engine.graphs import DecodeGraphs
 from mdi_exec.engine.request_state import Logprobs, RequestState
-from mdi_exec.engine.sampler import Draw, Sampler
+from mdi_exec.engine.sampling import Draw
 from mdi_exec.engine.step_inputs import StepInputs, gather_inputs, placeholder_prompt
 from mdi_exec.engine.step_program import RESULT_COLUMNS, Forwarded, Results, StepProgram
 from mdi_exec.errors import EngineStoppedError, NumericsError
@@ -31,6 +31,7 @@ from mdi_exec.model.batch import Batch
 from mdi_exec.model.cache import DeviceCache
 from mdi_exec.model.staging import Staging
 from mdi_exec.model.transformer import Transformer
+from mdi_exec.ops.sampler import Sampler
 from mdi_exec.ranks.parallel import RankGroup
 from mdi_shared.plan import StepPlan
 

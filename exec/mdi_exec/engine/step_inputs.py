@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from mdi_exec.engine.request_state import RequestState, ints32
-from mdi_exec.engine.sampler import Draw, SamplingNeeds, SamplingRows
-from mdi_exec.engine.sampling import SamplingParams
+from mdi_exec.engine.sampling import Draw, SamplingParams, draw_columns, sampling_needs
 from mdi_exec.model.batch import BLOCK_TOKENS, BatchColumns, BatchItem, HostBatch
 from mdi_exec.model.staging import Array
+from mdi_exec.ops.sampler import SamplingNeeds
 from mdi_shared.plan import StepPlan
 
 GIVEN = -1  # source of a row whose token the host knows
@@ -155,6 +155,6 @@ def _inputs(
     arrays = {
         **host.arrays,
         "sources": np.array(sources, dtype=np.int64),
-        **{f"draw.{name}": column for name, column in SamplingRows.columns(draws).items()},
+        **{f"draw.{name}": column for name, column in draw_columns(draws).items()},
     }
-    return StepInputs(host, arrays, requests, draws, SamplingNeeds.of(draws), graph_size)
+    return StepInputs(host, arrays, requests, draws, sampling_needs(draws), graph_size)

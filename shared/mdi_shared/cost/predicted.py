@@ -1,26 +1,25 @@
-"""Step times predicted for hardware or a model that nothing was recorded on; models from files.
+"""Step times predicted for hardware or a model that nothing was recorded on.
 
 A roofline whose efficiencies are those a fitted model reached where it was recorded, one set for
 prefill and one for decode steps. It is a prediction: no error of it is known before the target is
 measured. The efficiencies are found elsewhere (`mdi_sim/fit/transfer.py`); here they are only used,
-written and read. `read_cost_file` reads a fitted model's file as well.
+written and read.
 
 Read next: `roofline.py` (the times), `linear.py` (a fitted model).
 """
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
-from mdi_shared.cost.hardware import Hardware, hardware_by_name
-from mdi_shared.cost.linear import UNITS, LinearCost, host_from_json
+from mdi_shared.cost.hardware import HARDWARE, Hardware, hardware_from_json
+from mdi_shared.cost.linear import UNITS, host_from_json
 from mdi_shared.cost.roofline import Efficiencies, RooflineCost
 from mdi_shared.cost.shape import ModelShape, shape_from_mapping
 from mdi_shared.cost.step_cost import HostCost
 from mdi_shared.cost.work import StepWork
 from mdi_shared.errors import ConfigError
-from mdi_shared.json_input import read_json, require_mapping, require_object
+from mdi_shared.json_input import require_mapping, require_object
 
 KIND = "predicted"
 SCHEMA_VERSION = 1
@@ -66,11 +65,13 @@ class PredictedCost:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain dicts, lists and numbers; `from_json` inverts it."""
+        known = HARDWARE.get(self.hardware.name) == self.hardware
         return {
             "kind": KIND,
             "schema_version": SCHEMA_VERSION,
             "units": UNITS,
             "hardware": self.hardware.name,
+            **({} if known else {"peaks": asdict(self.hardware)}),
             "ep": self.ep,
             "shape": {name: list(value) if isinstance(value, tuple) else value
                       for name, value in asdict(self.shape).items()},
@@ -88,7 +89,7 @@ class PredictedCost:
         """
         names = ("kind", "schema_version", "units", "hardware", "ep", "shape", "efficiencies",
                  "host", "basis")  # fmt: skip
-        own = require_object("cost model", data, names)
+        own = require_object("cost model", data, names, optional=("peaks",))
         for name, expected in (("kind", KIND), ("schema_version", SCHEMA_VERSION),
                                ("units", UNITS)):  # fmt: skip
             if own[name] != expected:
@@ -97,7 +98,7 @@ class PredictedCost:
             raise ConfigError("ep", own["ep"], "must be an int")
         kinds = require_object("efficiencies", own["efficiencies"], ("prefill", "decode"))
         return cls(
-            hardware=hardware_by_name(str(own["hardware"])),
+            hardware=hardware_from_json(own.get("peaks", own["hardware"])),
             shape=shape_from_mapping(require_mapping("shape", own["shape"])),
             ep=own["ep"],
             prefill=_efficiencies("efficiencies.prefill", kinds["prefill"]),
@@ -115,18 +116,3 @@ def _efficiencies(where: str, data: object) -> Efficiencies:
         if (isinstance(value, bool) or not isinstance(value, int | float)) and not may_be_absent:
             raise ConfigError(f"{where}.{name}", value, "must be a number")
     return Efficiencies(**stated)
-
-
-def read_cost_file(path: str | Path) -> LinearCost | PredictedCost:
-    """Return the model that `mdi calibrate` or `mdi transfer` wrote.
-
-    Raises `ConfigError` for an unreadable file and everything the models refuse, with its name.
-    """
-    data = read_json(Path(path))
-    try:
-        if isinstance(data, dict) and data.get("kind") == KIND:
-            return PredictedCost.from_json(data)
-        return LinearCost.from_json(require_mapping("cost model", data))
-    except ConfigError as error:
-        name = Path(path).name
-        raise ConfigError(f"{name}: {error.field}", error.value, error.allowed) from error
