@@ -26,7 +26,7 @@ from mdi_shared.cost.work import StepWork
 from tests.shared.script import ended
 from tests.shared.workloads import Workload, play, small, wide
 
-MOST_STEPS = 4_000  # turns: a run that takes more spins
+MOST_STEPS = 100_000  # a run that takes more spins; a token per prefill step takes some thousand
 WIDE_SHARE, STRICT_SHARE, TARGET_SHARE, REPEAT_SHARE = 0.02, 0.3, 0.25, 0.25
 
 
@@ -69,6 +69,7 @@ def run(seed: int, counts: Counter[str]) -> None:
     if end is not None:
         counts[f"strict mode: {type(end).__name__}"] += 1
     for rank in ranks:
+        assert rank.scheduler.step < MOST_STEPS, f"no end within {MOST_STEPS:,} steps"
         if end is None:
             for reason in ended(rank).values():
                 counts[f"requests ended: {reason}"] += 1
