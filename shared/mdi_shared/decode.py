@@ -1,6 +1,6 @@
 """Which running sequences take part in the next decode step, and who must give way.
 
-Three different orders meet here (engine-semantics §2.4, §13.1): the shortest output is served
+Three different orders meet here (docs/rules.md, R17): the shortest output is served
 first, the longest output is the victim, and the batch is laid out by falling length.
 """
 
@@ -95,7 +95,7 @@ class DecodeSelection:
         return left
 
     def _select_strict(self, out: DecodeBatch) -> None:
-        """Upstream's orders: sorts of whatever order the last step left (§2.4)."""
+        """Upstream's orders: sorts of whatever order the last step left (R17)."""
         queues = self.queues
         sort_descending(queues.running, lambda seq: seq.output_len)
         picked = self._serve(queues.running, out)
@@ -124,7 +124,7 @@ class DecodeSelection:
         """Say whether the pool is too empty for this sequence to go on.
 
         Upstream wants a free block for every sequence, needed or not; by default only a block
-        that is really needed counts (§2.11, variant 2).
+        that is really needed counts (R18).
         """
         queues = self.queues
         if queues.blocks.num_free:

@@ -1,4 +1,4 @@
-"""Which prompts, and how much of each, make the next prefill step (engine-semantics §2.3).
+"""Which prompts, and how much of each, make the next prefill step (docs/rules.md, R8).
 
 Admission is strictly first come, first served: the first sequence that cannot be admitted stops
 the search. At most one prompt is left partial, and it is the last of the step.
@@ -63,7 +63,10 @@ class PrefillSelection:
         return batch if batch.picked or batch.ignored else None
 
     def _tokens_to_run(self, batch: PrefillBatch, seq: Sequence) -> int:
-        """Steps 4 to 11 of §2.3; 0 = it must wait. Consumes checkpoints even then (§13.10)."""
+        """Return how many tokens of the head to run (R10 to R16); 0 = it must wait.
+
+        A checkpoint is consumed even then (R14).
+        """
         config = self.queues.config
         if len(self.queues.running) + len(batch.picked) >= config.max_num_seqs:
             return 0
@@ -89,7 +92,7 @@ class PrefillSelection:
         if config.strict_upstream:
             return tokens if tokens >= max(config.lookahead, 1) else 0
         # A short chunk waits for a step with more room. The end of a prompt never gets longer, and
-        # nothing comes before the first chunk of a step: waiting would help neither (§2.3, 11).
+        # nothing comes before the first chunk of a step: waiting would help neither (R16).
         is_short = tokens < config.lookahead and tokens < work
         return 0 if is_short and batch.picked else tokens
 

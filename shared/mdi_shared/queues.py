@@ -50,7 +50,7 @@ class Queues:
         return fit
 
     def allocate(self, seq: Sequence) -> None:
-        """Reserve blocks for all its tokens, then a slot (§3)."""
+        """Reserve blocks for all its tokens, then a slot (R8)."""
         held = len(seq.block_table) + seq.slot
         assert held == 0, f"{seq.request.req_id!r} holds memory already"
         self.add_blocks(seq, self.blocks_needed(seq))
@@ -104,7 +104,7 @@ class Queues:
             self.waiting.appendleft(seq)
 
     def preempt(self, seq: Sequence) -> Ending | None:
-        """Take a running sequence's memory at once; its step in flight will be dropped (§2.5).
+        """Take a running sequence's memory at once; its step in flight will be dropped (R19).
 
         Returns an ending when the configuration stops preempted requests instead of
         recomputing them.
@@ -127,7 +127,7 @@ class Queues:
     def _book_out(self, seq: Sequence) -> Ending:
         """Return the ending of a finished sequence that was taken from `waiting`.
 
-        Upstream forgets the memory of one that was aborted between two chunks (§2.6).
+        Upstream forgets the memory of one that was aborted between two chunks (R20).
         """
         if self.config.strict_upstream:
             self.leaked += [(seq.request.req_id, len(seq.block_table))] if seq.block_table else []

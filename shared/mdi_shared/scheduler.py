@@ -2,7 +2,7 @@
 
 It has no clock, no randomness, no I/O and no device. `plan_*` choose and book a step, `commit`
 books what it produced; several decode steps may be in flight between the two (asynchronous
-scheduling, ZOS, engine-semantics §4). Only `loop.py` calls these methods in a running engine.
+scheduling, ZOS: docs/rules.md, R24). Only `loop.py` calls these methods in a running engine.
 
 Read next: `prefill.py` and `decode.py` (who is chosen), `queues.py` (memory), `loop.py`.
 """
@@ -97,7 +97,7 @@ class Scheduler:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
-    # ---- prefill or decode (§2.2) --------------------------------------------------------------
+    # ---- prefill or decode (R6) ---------------------------------------------------------------
 
     def ballot(self) -> Ballot:
         """Return the voting rule of this turn and what this rank wants; changes nothing."""
@@ -111,7 +111,7 @@ class Scheduler:
         """Say whether this rank has a prompt to run and memory below the watermark.
 
         Unless `strict_upstream`, the watermark yields when the head holds its blocks already:
-        upstream can wait there for ever (§2.11).
+        upstream can wait there for ever (R22).
         """
         queues = self.queues
         if not queues.waiting:
@@ -196,7 +196,7 @@ class Scheduler:
         return self.step
 
     def _put_in_flight(self, plan: StepPlan, seqs: list[Sequence]) -> None:
-        """Advance the sequences as if the step were done, up to what it will emit (§1.3)."""
+        """Advance the sequences as if the step were done, up to what it will emit (R3)."""
         most = 1 + self.config.num_draft_tokens
         for seq in seqs:
             seq.inflight_total += most
@@ -227,7 +227,7 @@ class Scheduler:
         holders = [(s.request.req_id, len(s.block_table)) for s in self.queues.waiting]
         return DeadlockError(reason, [h for h in holders if h[1]], self.queues.leaked)
 
-    # ---- results (§1.3) ------------------------------------------------------------------------
+    # ---- results (R3) -------------------------------------------------------------------------
 
     def commit(self, result: StepResult) -> StepOutcome:
         """Book the result of the oldest step in flight and return what became visible.
@@ -241,7 +241,7 @@ class Scheduler:
         return tuple((seq.seq_id, seq.output_len) for seq in self.queues.live.values())
 
     def release(self) -> None:
-        """Return the memory of sequences the newest plan listed as finished (§2.7)."""
+        """Return the memory of sequences the newest plan listed as finished (R21)."""
         for seq in self._to_release:
             self.queues.release(seq)
         self._to_release.clear()

@@ -1,4 +1,4 @@
-"""Rows, pairs and FLOPs: the check values of engine-semantics §7.1, and brute force."""
+"""Rows, pairs and FLOPs: check values (docs/rules.md, R31), and brute force."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The worked traces of engine-semantics §§2 to 4, row by row.
+"""Worked traces of the engine's rules (docs/rules.md, R6 to R25), row by row.
 
 `strict_upstream` is on where a trace shows a rule we deviate from, or where the order of ties is
 upstream's; the other traces hold in both modes and are run in both.

@@ -1,4 +1,4 @@
-"""What a row and a pair cost in FLOPs, for one model: the coefficients of engine-semantics §7.1.
+"""What a row and a pair cost in FLOPs, for one model (docs/rules.md, R31).
 
 FLOPs are FP8-equivalent: per multiply-add FP4 counts 1, FP8 2, bf16 4, f32 8. Padding rows,
 replicas, norms and the draft model are not counted. Nothing here knows a machine or a time.
@@ -68,7 +68,7 @@ class WorkCoefficients(NamedTuple):
 
 @lru_cache(maxsize=64)
 def coefficients(shape: ModelShape) -> WorkCoefficients:
-    """Return the coefficients of §7.1 for `shape` (FP8 attention, experts and index queries)."""
+    """Return the coefficients for `shape` (FP8 attention, experts and index queries)."""
     hidden, copies = shape.hidden_size, shape.hc_mult
     producers, consumers = shape.num_producer_layers, shape.num_consumer_layers
     index_wide = shape.index_n_heads * shape.index_head_dim
