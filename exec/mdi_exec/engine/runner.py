@@ -2,7 +2,7 @@
 
 A runner lays out each step's inputs, starts copy, model and sampler, and hands back something to
 wait on. The sampled tokens stay on the device too: a decode row whose input token is still in
-flight takes it from the step before (remap, engine-semantics §4.2), so that the next step can be
+flight takes it from the step before (remap: docs/rules.md, R25), so that the next step can be
 launched before this one's tokens have reached the host.
 
 On a GPU the engine's thread launches: kernels run later by themselves, and between a step's launch

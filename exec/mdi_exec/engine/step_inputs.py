@@ -92,7 +92,7 @@ def placeholder_prompt(rows: int) -> StepInputs:
     """Return a prefill step of one made-up prompt, which lives in the reserved slot and block.
 
     With one row it is also what an idle rank runs in either kind of step: q = k = 1
-    (engine-semantics §10).
+    (docs/rules.md, R27).
     """
     host = HostBatch.lay_out(BatchColumns.of([_placeholder(rows)]), [0] * rows)
     return _inputs(host, _ALL_GIVEN * rows, [], [Draw(_NOTHING_ASKED, 0, 0)], None)
@@ -125,7 +125,7 @@ def gather_inputs(
     """
     num_sampled = len(requests) - plan.is_partial
     sampled = list(requests[:num_sampled])
-    # k is also the index of the token being generated (engine-semantics §5.2).
+    # k is also the index of the token being generated (docs/rules.md, R29).
     draws = [Draw(request.params, k, k - request.prompt_len)
              for request, k in zip(sampled, plan.ks, strict=False)]  # fmt: skip
     token_ids, sources = _tokens(plan, requests, sample_of)

@@ -187,8 +187,9 @@ class Batch:
     ) -> "Batch":
         """Lay out `items`, whose new tokens stand in `token_ids` one sequence after another.
 
-        `replay_keep_tokens` > 0 turns bounded replay on (architecture spec, §9): consumer layers
-        compute only the last that many positions of each prompt. Asserts that items fit together.
+        `replay_keep_tokens` > 0 turns bounded replay on (docs/model.md, "Two halves"): consumer
+        layers compute only the last that many positions of each prompt. Asserts that items fit
+        together.
         """
         ids = token_ids.cpu().numpy() if isinstance(token_ids, Tensor) else token_ids
         host = HostBatch.lay_out(BatchColumns.of(items), ids, replay_keep_tokens=replay_keep_tokens)

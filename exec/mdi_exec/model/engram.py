@@ -1,4 +1,4 @@
-"""Engram: a gated lookup of hashed 2-, 3- and 4-grams, added to the streams (spec, §5).
+"""Engram: a gated lookup of hashed 2-, 3- and 4-grams, added to the streams (docs/model.md, 1).
 
 The compressed vocabulary comes from the tokenizer as a tensor; here are the hash's constants
 (`engram_hashes`), the table, and the ids carried from step to step.

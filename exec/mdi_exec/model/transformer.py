@@ -62,7 +62,7 @@ class Layer:
             self.attention.store_entries(a_in, ctx)
 
     def __call__(self, streams: Streams, ctx: StepContext) -> Streams:
-        """Run the layer; its entries must be stored already (architecture spec, §4.2)."""
+        """Run the layer; its entries must be stored already (docs/model.md)."""
         coefficients = self.hc_attn(streams.x)
         a_in, rounded = self.read(streams.x, streams.read, self.attn_norm)
         x = hc_write(streams.x, self.attention(a_in, rounded, ctx), coefficients)

@@ -23,7 +23,7 @@ OnFit = Callable[[int], None] | None
 FOLDS = 5
 FEWEST_TO_TRAIN = 10
 LAST_DECILE = 90.0
-CONTROL_MAPE, CONTROL_P90 = 0.10, 0.20  # larger errors: not fit to choose chunk sizes by (§7.3)
+CONTROL_MAPE, CONTROL_P90 = 0.10, 0.20  # larger errors: not fit to choose chunk sizes by (R32)
 
 
 def errors(measured: Floats, predicted: Floats) -> dict[str, Any]:
