@@ -57,7 +57,18 @@ def test_a_bad_prompt_is_named_and_no_prompt_of_the_call_is_started(llm, prompt,
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ({"prompts": "text"}, "prompts = 'text': must be a list of prompts, not a single text"),
+        ({"prompts": 5}, "prompts = 5: must be a text, a list of token ids, or a list of these"),
+        ({"prompts": [[5], 6]}, "prompts = 6: each must be a text or a list of token ids"),
+        ({"prompts": {"a": 1}}, "prompts = {'a': 1}: must be a text, a list of token ids, or"),
+        ({"prompts": "\ud800"}, "prompts = '\\ud800': must be a text of Unicode characters"),
+        (
+            {"prompts": "a", "sampling_params": {"n": 2}},
+            "sampling_params = {'n': 2}: must be a SamplingParams, or a list of them",
+        ),
+        (
+            {"prompts": "a", "sampling_params": [None]},
+            "sampling_params[0] = None: must be a SamplingParams",
+        ),
         ({}, "prompts = None: give either prompts or prompt_token_ids"),
         ({"prompts": [[5]], "prompt_token_ids": [[5]]}, "give either prompts or prompt_token_ids"),
         (
@@ -77,12 +88,12 @@ def test_calls_that_contradict_themselves(llm, call, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -0.1}, "temperature = -0.1: must be at least 0 and finite (0 = greedy)"),
-        ({"temperature": float("nan")}, "temperature = nan: must be at least 0"),
+        ({"temperature": -0.1}, "temperature = -0.1: must be from 0 (greedy) to 3.4e+38"),
+        ({"temperature": float("nan")}, "temperature = nan: must be from 0"),
         ({"top_p": 0.0}, "top_p = 0.0: must be above 0 and at most 1 (1 = off)"),
         ({"top_p": 1.5}, "top_p = 1.5: must be above 0 and at most 1 (1 = off)"),
-        ({"top_k": 0}, "top_k = 0: must be at least 1, or -1 (off)"),
-        ({"max_tokens": -1}, "max_tokens = -1: must be at least 1 (0 counts as 1)"),
+        ({"top_k": 0}, "top_k = 0: must be from 1 to 2147483647, or -1 (off)"),
+        ({"max_tokens": -1}, "max_tokens = -1: must be from 1 to 2147483647 (0 counts as 1)"),
     ],
 )
 def test_bad_sampling_parameters(options, message):
@@ -109,6 +120,18 @@ def test_a_prompt_too_long_is_answered_and_stops_nobody(llm):
     outputs = llm.generate([[5] * (limit + 1), [5, 6]], SHORT)
     assert [out.finish_reason for out in outputs] == ["prompt_length_exceeded", "length"]
     assert [len(out.token_ids) for out in outputs] == [0, 3]
+    assert is_empty(llm.engine)
+
+
+@pytest.mark.parametrize("name", [5, None, ["x"], b"x", "\ud800"])
+def test_a_name_that_is_no_text(llm, name):
+    for call in (
+        lambda: llm.engine.abort_request(name),
+        lambda: llm.engine.add_request([5], SHORT, name if name is not None else 7),
+    ):
+        with pytest.raises(ConfigError) as error:
+            call()
+        assert one_line(error).endswith("must be a text of Unicode characters")
     assert is_empty(llm.engine)
 
 
@@ -267,8 +290,10 @@ def test_nan_in_the_middle_keeps_what_was_shown_before():
         seen = [first]
         with pytest.raises(NumericsError):
             seen.extend(outputs)
-        assert seen[-1].token_ids == (5, 6, 9)[: len(seen)]
-        assert len(seen) >= 2
+        *shown, last = seen
+        assert (last.finish_reason, last.new_token_ids) == ("error", ())
+        assert last.token_ids == shown[-1].token_ids == (5, 6, 9)[: len(shown)]
+        assert len(shown) >= 2
 
 
 def test_a_closed_llm_says_so():
