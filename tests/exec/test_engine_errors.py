@@ -163,11 +163,11 @@ def test_an_id_in_use(llm):
         ({"kv_cache_memory_gb": 0.0}, "kv_cache_memory_gb = 0.0: must be above 0 GB"),
         ({"kv_cache_memory_gb": "1"}, "kv_cache_memory_gb = '1': must be a number"),
         ({"kv_cache_memory_gb": 0.001},
-         "kv_cache_memory_gb = 0.001: must be at least 0.0316: the state of 256 sequences "
-         "(max_num_seqs) takes 0.0315 GB"),
+         "kv_cache_memory_gb = 0.001: must be from 0.0325, for one request of max_model_len = 4096 "
+         "and the state of max_num_seqs = 256 (0.0315), to "),
         ({"kv_cache_memory_gb": 0.0008, "max_num_seqs": 4},
-         "num_blocks = 21: the KV pool is too small for one request of max_model_len = 4096: it "
-         "needs num_blocks >= 41 (more KV memory), or max_model_len <= 2149"),
+         "kv_cache_memory_gb = 0.0008: must be from 0.0013, for one request of max_model_len = "),
+        ({"kv_cache_memory_gb": 1e12}, "kv_cache_memory_gb = 1000000000000.0: must be from 0.03"),
         ({"num_blocks": 5, "max_model_len": 2000},
          "num_blocks = 5: the KV pool is too small for one request of max_model_len = 2000: it "
          "needs num_blocks >= 20 (more KV memory), or max_model_len <= 511"),
@@ -243,30 +243,52 @@ def test_a_directory_that_is_no_checkpoint(tmp_path):
 # ---- weights that are not finite ---------------------------------------------------------------
 
 
-def spoil(directory, name, row):
-    """Put a NaN into a row of a weight."""
-    file = directory / "model.safetensors"
+BROKEN = [
+    ("layers.3.ffn.gate.bias", (7,), "nan"),  # it would only select
+    ("layers.5.attn.wq_a.scale", (0, 1), "nan"),
+    ("layers.5.attn.wq_a.weight", (3, 2), "nan"),
+    ("layers.2.ffn.experts.15.w1.scale", (1, 0), "nan"),
+    ("layers.1.engram.embed.weight", (3143, 31), "nan"),
+    ("layers.0.hc_attn_scale", (2,), "inf"),
+    ("embed.weight", (17, 0), "-inf"),
+    ("norm.weight", (127,), "inf"),
+]
+
+
+@pytest.mark.parametrize(("name", "index", "value"), BROKEN, ids=lambda value: str(value))
+def test_a_weight_that_is_no_number_is_refused_by_name_and_index(copied, name, index, value):
+    file = copied / "model.safetensors"
     tensors = load_file(file)
-    tensors[name][row] = float("nan")
+    tensor = tensors[name]
+    if tensor.itemsize == 1:
+        tensor.view(torch.uint8)[index] = 0xFF
+    else:
+        tensor[index] = float(value)
     save_file(tensors, file)
+    with pytest.raises(ConfigError) as error:
+        LLM(copied, **SMALL)
+    assert one_line(error) == f"{name}{list(index)} = {value}: a weight must be a finite number"
+
+
+PARTS = {
+    "layer 5": lambda model: model.layers[5].ffn_norm.weight[3],
+    "layer 2": lambda model: model.layers[2].attention.compressor.norm.weight[0],
+    "the output head": lambda model: model.head.weight[700],
+    "the embedding": lambda model: model.embed[17],
+}
 
 
 @pytest.mark.parametrize("enable_zos", [True, False])
 @pytest.mark.parametrize(
-    ("name", "row", "where", "request_index"),
-    [
-        ("layers.5.ffn_norm.weight", 3, "layer 5", 0),
-        ("layers.2.attn.compressor.norm.weight", 0, "layer 2", 0),
-        ("head.weight", 700, "the output head", 0),
-        ("embed.weight", 17, "the embedding", 1),  # a token that only the second prompt has
-    ],
+    ("where", "request_index"),
+    # The embedding: of a token that only the second prompt has.
+    [("layer 5", 0), ("layer 2", 0), ("the output head", 0), ("the embedding", 1)],
 )
-def test_nan_is_an_error_that_names_request_and_part(
-    copied, name, row, where, request_index, enable_zos
-):
-    spoil(copied, name, row)
+def test_nan_is_an_error_that_names_request_and_part(where, request_index, enable_zos):
     threads = threading.active_count()
-    with LLM(copied, **SMALL, enable_zos=enable_zos) as llm:
+    with LLM(CHECKPOINT, **SMALL, enable_zos=enable_zos) as llm:
+        with torch.inference_mode():
+            PARTS[where](llm.rank.model).fill_(float("nan"))
         with pytest.raises(NumericsError) as error:
             llm.generate([[5, 6, 7], [3, 17], [8]], SHORT)
         assert one_line(error) == (
