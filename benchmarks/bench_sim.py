@@ -37,7 +37,7 @@ def run_once(trace: Path, rows: int, *, fast_forward: bool) -> dict[str, Any]:
     requests = load_requests(trace, limit=rows or None)
     config = SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=2_048)
     begin = time.perf_counter()
-    run = simulate(requests, scheduler=config, fast_forward=fast_forward)
+    run = simulate(requests, scheduler=config, ranks=1, fast_forward=fast_forward)
     seconds = time.perf_counter() - begin
     return {
         "requests": len(requests),
@@ -91,7 +91,10 @@ def queue_ratio(trace: Path, repeat: int, few: int = 400, many: int = 4_000) -> 
         at_once = put_column(requests.table, "arrival_ns", pa.array([0] * rows, pa.int64()))
         begin = time.perf_counter()
         run = simulate(
-            RequestTrace(at_once, requests.metadata), scheduler=config, fast_forward=False
+            RequestTrace(at_once, requests.metadata),
+            scheduler=config,
+            ranks=1,
+            fast_forward=False,
         )
         return (time.perf_counter() - begin) / run.steps_table.num_rows
 

@@ -30,7 +30,7 @@ from mdi_exec.engine.step_inputs import DecodeShape, gather_inputs
 from mdi_exec.model.batch import BLOCK_TOKENS
 from mdi_exec.model.staging import Packing
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.cost.graph_sizes import graph_sizes
+from mdi_shared.cost.step_cost import graph_sizes
 from mdi_shared.plan import StepPlan
 from mdi_shared.scheduler import Scheduler
 

@@ -8,7 +8,7 @@ Read next: `commands/__init__.py` (the verbs).
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -22,11 +22,12 @@ DATA_SAYS_NO, ASKED_WRONGLY, INTERRUPTED = 1, 2, 130
 # Newer typer carries its own copy of click and exports only this subclass of its UsageError.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
-app = typer.Typer(
-    help="mini-DeepInfer: replay, check and compare traces of a DeepSeek-V4.1 engine.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+# Spellings that people know from earlier versions or other verbs, and the one there is.
+SPELT = {
+    "--plot": "--plots FOLDER", "--png": "--plots FOLDER", "--slo-ttft-ms": "--slo ttft=MS",
+    "--slo-tpot-ms": "--slo tpot=MS", "--until-s": "--until S", "--num-requests": "--requests N",
+    "--output": "--out PREFIX", "--data-parallel-size": "--ranks N",
+}  # fmt: skip
 
 
 def _print_version(wanted: bool) -> None:
@@ -37,7 +38,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     version: Annotated[
         bool,
@@ -47,13 +47,34 @@ def _root(
     """Options before the verb."""
 
 
-for _name, _verb in VERBS.items():
-    app.command(_name)(_verb)
+def make_app(arguments: Sequence[str]) -> typer.Typer:
+    """Return the command with the verb that `arguments` name; the others only have their help.
+
+    Without a verb the list of them is shown, in plain text: drawing it takes longer than the rest.
+    """
+    wanted = next((each for each in arguments if each in VERBS), None)
+    app = typer.Typer(
+        help="mini-DeepInfer: replay, check and compare traces of a DeepSeek-V4.1 engine.",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None if wanted is None else "rich",
+    )
+    app.callback()(_root)
+    for name, verb in VERBS.items():
+        if name == wanted:
+            app.command(name)(verb.load(name))
+        else:
+            app.command(name, help=verb.help, short_help=verb.help)(_nothing)
+    return app
+
+
+def _nothing() -> None:
+    """Stand for a verb that was not asked for."""
 
 
 def run_command(arguments: Sequence[str]) -> int:
     """Run `mdi` with these arguments and return its exit code; without any, show the help."""
-    command = typer.main.get_command(app)
+    command: Callable[..., object] = typer.main.get_command(make_app(arguments))
     try:
         result = command(args=list(arguments) or ["--help"], prog_name="mdi", standalone_mode=False)
     except MiniDeepInferError as error:
@@ -72,9 +93,13 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def _usage_message(error: Exception) -> str:
-    message = getattr(error, "format_message", error.__str__)()
     context = getattr(error, "ctx", None)
-    return f"{message} (see: {context.command_path if context else 'mdi'} --help)"
+    path = context.command_path if context else "mdi"
+    spelt = SPELT.get(getattr(error, "option_name", ""))
+    if spelt is not None:
+        return f"No such option: {error.option_name}; it is {spelt} (see: {path} --help)"  # type: ignore[attr-defined]
+    message = getattr(error, "format_message", error.__str__)()
+    return f"{message} (see: {path} --help)"
 
 
 def main() -> None:

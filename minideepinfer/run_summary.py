@@ -31,12 +31,14 @@ PRINT_COLUMNS = 100
 class RunSummary(Summary):
     """All metrics of a run, what they rest on, and the wall time of a simulation, s.
 
-    `basis` is None for a recorded run, `wall_s` for anything but a fresh simulation.
+    `basis` is None for a recorded run, `wall_s` for anything but a fresh simulation. `assumed`
+    says what was chosen for the user, such as the number of ranks.
     `extrapolated` counts the steps outside what a fitted step-time model has seen: "steps" in all,
     "of", and by feature; all of them where times were predicted, None when neither was used.
     """
 
     basis: str | None = None
+    assumed: tuple[str, ...] = ()
     wall_s: float | None = None
     extrapolated: Mapping[str, int] | None = None
 
@@ -51,6 +53,8 @@ class RunSummary(Summary):
         from rich.text import Text
 
         grid = Table.grid()
+        if self.assumed:
+            grid.add_row(Text(f"assumed: {'; '.join(self.assumed)}"))
         grid.add_row(super().table())
         if self.speedup is not None:
             grid.add_row(Text(f"{self.throughput.span_s:,.1f} s simulated in {self.wall_s:,.2f} s, "
@@ -81,8 +85,9 @@ def summarize(
     found = mdi_analysis.summarize(run, slo, n_gpus=n_gpus, itl=itl)
     values = {field.name: getattr(found, field.name) for field in fields(found)}
     return RunSummary(
-        **values, basis=label(run.metadata), wall_s=wall_s, extrapolated=count_extrapolated(run)
-    )
+        **values, basis=label(run.metadata), wall_s=wall_s, extrapolated=count_extrapolated(run),
+        assumed=tuple((run.metadata.config or {}).get("assumed", ())),
+    )  # fmt: skip
 
 
 def count_extrapolated(run: RunLike) -> dict[str, int] | None:

@@ -30,7 +30,7 @@ def save_run(run: Run, prefix: str | os.PathLike[str], *, items: bool = True) ->
     base = Path(run_prefix(prefix))
     aside = base.with_name(f".{base.name}.{os.getpid()}.saving")
     try:
-        aside.mkdir()
+        aside.mkdir(parents=True)
         staged = Run.save(run, aside / base.name, items=items)
         finals = [base.with_name(path.name) for path in staged]
         for final in finals:

@@ -10,12 +10,11 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
-from mdi_shared.config import SchedulerConfig
-from mdi_shared.cost.shape import V41_FLASH, ModelShape
-from mdi_shared.cost.step_cost import StepCost
-from mdi_shared.placement import Placement
+from mdi_shared.describe_run import RunOptions, describe_run
+from mdi_shared.run_description import RunDescription
+from mdi_shared.run_notes import run_notes
 from mdi_sim.simulate import simulate as run_simulation
 from mdi_traces.formats import load_requests
 from mdi_traces.requests import RequestTrace
@@ -28,10 +27,16 @@ if TYPE_CHECKING:
 
 
 class SimulatedRun(Run):
-    """Steps, items and requests of a simulation; `wall_s` is the real time it took, s."""
+    """Steps, items and requests of a simulation, and the description it followed.
 
-    def __init__(self, run: Run, wall_s: float) -> None:
-        super().__init__(run.steps_table, run.requests_table, run.metadata, lambda: run.items_table)
+    `wall_s` is the real time it took, s; `notes` say what speaks against its figures.
+    """
+
+    def __init__(self, run: Run, description: RunDescription, wall_s: float) -> None:
+        super().__init__(run.steps_table, run.requests_table, run.metadata,
+                         lambda: run.items_table, pieces=run.item_pieces)  # fmt: skip
+        self.description = description
+        self.notes = (*run.metadata.notes, *run_notes(description))
         self.wall_s = wall_s
 
     def summary(self, slo: "SLO | None" = None, *, itl: bool = True) -> "RunSummary":
@@ -56,37 +61,22 @@ class SimulatedRun(Run):
 
 def simulate(
     work: RequestTrace | str | os.PathLike[str],
+    description: RunDescription | None = None,
     *,
-    cost: StepCost | None = None,
-    scheduler: SchedulerConfig | None = None,
-    ranks: int = 1,
-    shape: ModelShape = V41_FLASH,
-    placement: Placement | None = None,
-    seed: int = 0,
-    draft_accept_rate: float = 0.7,
-    until_s: float | None = None,
     fast_forward: bool = True,
     on_progress: Callable[[int], None] | None = None,
+    **options: Unpack[RunOptions],
 ) -> SimulatedRun:
     """Serve `work`, a request trace or the path of one in any known format, in virtual time.
 
-    Left out, `cost` is an H200 roofline of `shape` with experts split over `ranks`. The run stops
-    at `until_s` virtual seconds. Options are those of `mdi_sim.simulate`. Raises `ConfigError`,
-    `TraceError` for a broken trace file, and `DeadlockError`.
+    `options` are those of `RunOptions`: `cost`, `scheduler`, `ranks`, `shape`, `hardware`,
+    `placement`, `seed`, `until_s` and so on; left out, they are chosen so that they can exist, and
+    the summary begins with what was chosen. With a `description` they change it. The others are
+    those of `mdi_sim.simulate`. Raises `ConfigError`, `TraceError` for a broken trace file, and
+    `DeadlockError`.
     """
+    run = describe_run(description, **options)
     trace = work if isinstance(work, RequestTrace) else load_requests(work)
     began = time.perf_counter()
-    run = run_simulation(
-        trace,
-        scheduler=scheduler,
-        cost=cost,
-        shape=shape,
-        ranks=ranks,
-        placement=placement,
-        seed=seed,
-        draft_accept_rate=draft_accept_rate,
-        until_s=until_s,
-        fast_forward=fast_forward,
-        on_progress=on_progress,
-    )
-    return SimulatedRun(run, time.perf_counter() - began)
+    found = run_simulation(trace, run, fast_forward=fast_forward, on_progress=on_progress)
+    return SimulatedRun(found, run, time.perf_counter() - began)

@@ -1,4 +1,4 @@
-"""What `mdi tune` shows: the front of settings, the recommended one, and how sure its gain is.
+"""What `mdi tune` shows: the front of settings, the recommended one, how sure its gain is, plots.
 
 Nothing is decided here; `Tuning` says what is best and whether the gain exceeds the model's error.
 
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from mdi_analysis import SLO
 from mdi_analysis.report import change, make_table, number, percent, plain
+from mdi_shared.run_description import RunDescription
 from mdi_sim.search.settings import changes_of
 from mdi_sim.search.tune import NEGLIGIBLE
-from mdi_sim.search.tuning import GOODPUT, Gain, Range, Trial, Tuning
+from mdi_sim.search.tuning import GOODPUT, Gain, Range, Trial, Tuning, merit
 from minideepinfer.labels import cost_label
-from minideepinfer.tune_plot import plot_tuning
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from rich.table import Table
 
 MOST_ROWS = 12  # of the table; the JSON document has all
@@ -26,21 +27,23 @@ MOST_ROWS = 12  # of the table; the JSON document has all
 
 @dataclass(frozen=True)
 class TuneReport:
-    """A tuning with what it rests on: `cost` as its model describes itself.
+    """A tuning with the run it started from.
 
-    `given` are the scheduler's options that the user set, which the recommended ones repeat;
-    `cost_file` is the model's file, None for a roofline; `pool_gb` and `ranks` are what the KV pool
-    and the group were given as.
+    `given` are the scheduler's options that the user set, which the recommended ones repeat, and
+    `flags` the step times and memory options, None where not given.
     """
 
     found: Tuning
+    run: RunDescription
     slo: SLO | None
-    cost: Mapping[str, Any]
     notes: Sequence[str]
     given: Mapping[str, Any]
-    cost_file: Path | None
-    pool_gb: float | None = None
-    ranks: int = 1
+    flags: Mapping[str, Any]
+
+    @property
+    def basis(self) -> str:
+        """What the step times rest on."""
+        return cost_label(self.run.step_cost.describe())
 
     @property
     def recommended(self) -> Trial:
@@ -71,20 +74,25 @@ class TuneReport:
 
     def simulate_flags(self) -> str:
         """Return the flags of `mdi simulate` for the recommended setting."""
-        cost = [] if self.cost_file is None else [f"--cost {self.cost_file}"]
-        cost += [] if self.pool_gb is None else [f"--kv-cache-memory-gb {self.pool_gb:g}"]
-        cost += [f"--ranks {self.ranks}"] if self.ranks > 1 else []
-        return " ".join([*cost, *(f"--set {pair}" for pair in self.options())]) or "(none)"
+        flags = [f"--{name.replace('_', '-')} {value:g}" if isinstance(value, float)
+                 else f"--{name.replace('_', '-')} {value}"
+                 for name, value in self.flags.items() if value is not None]  # fmt: skip
+        return self._line(flags, self.options())
 
     def executor_flags(self) -> str:
-        """Return the flags of the verbs that run the model."""
-        pairs = self.options()
-        if self.recommended.config.chunk_policy == "cost_target" and self.cost_file is not None:
-            pairs.append(f"cost_model={self.cost_file}")
-        if self.pool_gb is not None:
-            pairs.append(f"kv_cache_memory_gb={self.pool_gb:g}")
-        ranks = [f"--ranks {self.ranks}"] if self.ranks > 1 else []
-        return " ".join([*ranks, *(f"--set {pair}" for pair in pairs)]) or "(none)"
+        """Return the flags of the verbs that run the model; the pool is the one simulated."""
+        pairs, flags = self.options(), {n: v for n, v in self.flags.items() if v is not None}
+        cost = flags.pop("cost", None)
+        if self.recommended.config.chunk_policy == "cost_target" and cost is not None:
+            pairs.append(f"cost_model={cost}")
+        pairs += [f"{name}={value:g}" for name, value in flags.items()]
+        if not flags and "num_blocks" not in self.given:
+            pairs.append(f"num_blocks={self.run.scheduler.num_blocks}")
+        return self._line([], pairs)
+
+    def _line(self, flags: list[str], pairs: Sequence[str]) -> str:
+        ranks = [f"--ranks {self.run.ranks}"] if self.run.ranks > 1 else []
+        return " ".join([*flags, *ranks, *(f"--set {pair}" for pair in pairs)]) or "(none)"
 
     def document(self) -> dict[str, Any]:
         """Return everything, JSON-able."""
@@ -92,7 +100,8 @@ class TuneReport:
         document: dict[str, Any] = plain({
             "objective": found.objective,
             "slo": self.slo,
-            "cost": cost_label(self.cost),
+            "cost": self.basis,
+            "assumed": list(self.run.assumed),
             "default": self._trial(found.default, found.default_range),
             "best": self._trial(found.best, found.best_range),
             "gain": found.gain,
@@ -128,15 +137,32 @@ class TuneReport:
             lines.append(f"{len(rest) - MOST_ROWS} more settings of the front: see --json")
         lines += [f"executor:     {self.executor_flags()}",
                   f"mdi simulate: {self.simulate_flags()}",
-                  f"step times: {cost_label(self.cost)}"]  # fmt: skip
+                  f"step times: {self.basis}"]  # fmt: skip
         if found.interrupted:
             lines.append("interrupted: this is what was found so far")
         lines += [f"note: {note}" for note in self.notes]
-        return [make_table(title, headers, rows, n_text=2), *lines]
+        first = [f"assumed: {'; '.join(self.run.assumed)}"] if self.run.assumed else []
+        return [*first, make_table(title, headers, rows, n_text=2), *lines]
 
-    def plot(self, path: Path) -> None:
-        """Draw all trials to a PNG file."""
-        plot_tuning(self.found, path, cost_label(self.cost))
+    def plot(self, folder: Path) -> Path:
+        """Draw goal against P99 of TTFT and of TPOT into FOLDER/tuning.png, one dot a setting.
+
+        Bars on default and best are the model's error.
+        """
+        from matplotlib.figure import Figure
+
+        from mdi_analysis.drawing import make_plot_folder, save_figure
+
+        figure = Figure(figsize=(11, 4.5), layout="constrained")
+        axes = figure.subplots(1, 2, sharey=True)
+        figure.suptitle(f"{len(self.found.trials)} settings, step times: {self.basis}", fontsize=10)
+        for ax, name in zip(axes, ("ttft_p99_ms", "tpot_p99_ms"), strict=True):
+            _draw(ax, self.found, name)
+            ax.set_xlabel(f"{name[:4].upper()}, P99 (ms)")
+        is_goodput = self.found.objective == GOODPUT
+        axes[0].set_ylabel("share of requests within the SLO" if is_goodput else "tokens/s")
+        axes[0].legend(fontsize=9, frameon=False)
+        return save_figure(figure, make_plot_folder(folder) / "tuning.png")
 
     def _goal(self) -> str:
         return GOODPUT if self.found.objective == GOODPUT else "tokens/s"
@@ -152,18 +178,46 @@ class TuneReport:
     def _range_lines(self) -> Iterable[str]:
         """Yield what default and best become with the model's error in every step time."""
         found = self.found
-        pairs = [("default", found.default_range)]
+        pairs = [("default", found.default, found.default_range)]
         if found.best is not found.default:
-            pairs.append(("best", found.best_range))
-        for name, error in pairs:
-            if error is None:
+            pairs.append(("best", found.best, found.best_range))
+        for name, trial, error in pairs:
+            if error is None or trial.measured is None:
                 continue
-            both = error.ends
-            shares = [m.goodput for m in both if m.goodput is not None]
-            parts = [f"{number(both[0].tokens_s)} to {number(both[1].tokens_s)} tokens/s"]
+            every = (trial.measured, *error.ends)
+            speeds = [each.tokens_s for each in every]
+            shares = [each.goodput for each in every if each.goodput is not None]
+            parts = [f"{number(min(speeds))} to {number(max(speeds))} tokens/s"]
             if shares:
                 parts.append(f"goodput {percent(min(shares))} to {percent(max(shares))}")
-            yield f"{name}, step times off by the model's error: {', '.join(parts)}"
+            yield f"{name}, step times off by up to the model's error: {', '.join(parts)}"
+
+
+def _draw(ax: "Axes", found: Tuning, latency: str) -> None:
+    from mdi_analysis.drawing import BLUE, GREY, ORANGE, VERMILION, plain_frame
+
+    groups = (("tried", list(found.trials), GREY, 14), ("front", found.pareto(), BLUE, 26),
+              ("default", [found.default], ORANGE, 60),
+              ("best", [found.best], VERMILION, 60))  # fmt: skip
+    for order, (name, trials, colour, size) in enumerate(groups):
+        points = [point for trial in trials if (point := _point(trial, found.objective, latency))]
+        ax.scatter([x for x, _ in points], [y for _, y in points], s=size, color=colour, label=name,
+                   zorder=2 + order, alpha=0.5 if name == "tried" else 1.0,
+                   edgecolors="none")  # fmt: skip
+    bars = ((found.default, found.default_range, ORANGE), (found.best, found.best_range, VERMILION))
+    for trial, error, colour in bars:
+        at = _point(trial, found.objective, latency)
+        if error is not None and at is not None:
+            # With bounds on latency the setting as it is need not lie between the ends.
+            goals = [at[1], *(merit(found.objective, end)[0] for end in error.ends)]
+            ax.vlines(at[0], min(goals), max(goals), color=colour, linewidth=1.5, zorder=1)
+    plain_frame(ax)
+
+
+def _point(trial: Trial, objective: str, latency: str) -> tuple[float, float] | None:
+    """Return latency and goal of a trial; None where it has no latency."""
+    x = None if trial.measured is None else getattr(trial.measured, latency)
+    return None if x is None else (x, merit(objective, trial.measured)[0])
 
 
 def _gain(gain: Gain) -> str:

@@ -1,19 +1,17 @@
-"""`tune` for users: a trace, a cost model and what is wanted in; the setting to use out.
+"""`tune` for users: a trace, the description of a run and what is wanted in; a setting to use out.
 
 The search is `mdi_sim/search/tune.py`; here a simulated run becomes the numbers it compares.
 
-Read next: `mdi_sim/search/tune.py`, docs/tuning.md.
+Read next: `mdi_sim/search/tune.py`, `tune_report.py` (what is shown), docs/tuning.md.
 """
 
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
-from mdi_shared.config import SchedulerConfig
-from mdi_shared.cost.shape import V41_FLASH, ModelShape
-from mdi_shared.cost.step_cost import StepCost
-from mdi_shared.placement import Placement
+from mdi_shared.describe_run import RunOptions
+from mdi_shared.run_description import RunDescription
 from mdi_sim.search.settings import DEFAULT_TRIALS
 from mdi_sim.search.tune import tune as run_search
 from mdi_sim.search.tuning import GOODPUT, THROUGHPUT, Measured, Tuning
@@ -27,41 +25,30 @@ if TYPE_CHECKING:
 
 def tune(
     work: RequestTrace | str | os.PathLike[str],
+    description: RunDescription | None = None,
     *,
-    cost: StepCost | None = None,
     slo: "SLO | None" = None,
-    scheduler: SchedulerConfig | None = None,
-    ranks: int = 1,
-    shape: ModelShape = V41_FLASH,
-    placement: Placement | None = None,
-    seed: int = 0,
-    draft_accept_rate: float = 0.7,
-    until_s: float | None = None,
     jobs: int = 1,
     trials: int = DEFAULT_TRIALS,
     on_trial: Callable[[int], None] | None = None,
+    **options: Unpack[RunOptions],
 ) -> Tuning:
     """Search the scheduler settings that serve `work` best, by simulation.
 
     With `slo` the share of requests that meet it is maximised, ties by tokens per second; without,
     tokens per second. `work` is a request trace or the path of one. Options are those of
-    `mdi_sim.search.tune.tune`, and so are the errors, beside `TraceError` for a broken trace file.
+    `simulate`, the others those of `mdi_sim.search.tune.tune`, and so are the errors, beside
+    `TraceError` for a broken trace file.
     """
     return run_search(
         work if isinstance(work, RequestTrace) else load_requests(work),
+        description,
         measure=partial(measure, slo=slo),
         objective=THROUGHPUT if slo is None else GOODPUT,
-        scheduler=scheduler,
-        cost=cost,
-        shape=shape,
-        ranks=ranks,
-        placement=placement,
-        seed=seed,
-        draft_accept_rate=draft_accept_rate,
-        until_s=until_s,
         jobs=jobs,
         trials=trials,
         on_trial=on_trial,
+        **options,
     )
 
 

@@ -19,6 +19,7 @@ from mdi_analysis.frames import (
     Ints,
     RunLike,
     device_ns,
+    has_items,
     ints,
     is_kind,
     kind_codes,
@@ -115,7 +116,7 @@ def compare(
     if len(names) != 2 or names[0] == names[1]:
         raise ConfigError("names", names, "must be two different names")
     plans = compare_plans(a, b)
-    both = a.items is not None and b.items is not None
+    both = has_items(a) and has_items(b)
     summary_a, summary_b = (summarize(run, slo, itl=both) for run in (a, b))
     return Comparison(
         names=names,

@@ -14,6 +14,7 @@ import numpy as np
 
 from mdi_analysis.binning import bin_edges, binned
 from mdi_analysis.frames import KINDS, NS_PER_S, Floats
+from mdi_shared.errors import TraceError
 from mdi_traces.io import atomic_file
 
 if TYPE_CHECKING:
@@ -101,6 +102,17 @@ def around(values: Floats) -> tuple[float, float]:
 def say(ax: "Axes", text: str) -> None:
     """Write a sentence where there is nothing to draw."""
     ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color=GREY)
+
+
+def make_plot_folder(directory: str | Path) -> Path:
+    """Make a folder for pictures. Raises `TraceError` when the system refuses."""
+    directory = Path(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise TraceError(str(directory), f"cannot be made a folder: {reason}") from error
+    return directory
 
 
 def save_figure(figure: "Figure", path: str | Path, dpi: int = 130) -> Path:

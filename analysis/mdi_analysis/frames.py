@@ -130,6 +130,12 @@ def has_arrived(run: RunLike) -> Bools:
     return arrived
 
 
+def has_items(run: RunLike) -> bool:
+    """Say whether a run has items; a `Run` is asked without making or reading them."""
+    known = getattr(run, "has_items", None)
+    return run.items is not None if known is None else bool(known)
+
+
 def span_ns(run: RunLike) -> tuple[float, float] | None:
     """Return start and end of a run, ns: first arrival or scheduling, last output or finish.
 

@@ -7,7 +7,9 @@ Read next: `summary.py`, which puts everything together.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import pandas as pd
@@ -36,6 +38,14 @@ OUTCOMES = {
 }
 UNFINISHED, NEVER_ARRIVED = "unfinished", "never arrived"
 LATENCIES = ("ttft_ms", "ttft_engine_ms", "tpot_ms", "tpot_with_first_ms", "e2e_ms", "queue_ms")
+
+
+@runtime_checkable
+class HasPieces(Protocol):
+    """A run whose items come in pieces, Arrow tables, so that they need not all be in memory."""
+
+    def item_pieces(self) -> Iterator[Any]: ...
+
 
 assert OUTCOMES.keys() == set(REASONS.values()), "every finish reason needs an outcome"
 
@@ -84,6 +94,19 @@ class Distribution:
             return cls(0)
         p50, p90, p99 = np.percentile(known, (50, 90, 99)).tolist()
         return cls(known.size, float(known.mean()), p50, p90, p99, float(known.max()))
+
+    @classmethod
+    def of_counted(cls, values: Floats, counts: Ints) -> "Distribution":
+        """Describe ascending values of which each occurs so often: as `of` the repeated values."""
+        if not values.size:
+            return cls(0)
+        last = np.cumsum(counts) - 1  # place of each value's last copy
+        n = int(last[-1]) + 1
+        places = (n - 1) * np.array([0.5, 0.9, 0.99])
+        low = values[np.searchsorted(last, np.floor(places))]
+        high = values[np.searchsorted(last, np.ceil(places))]
+        p50, p90, p99 = (low + (high - low) * (places - np.floor(places))).tolist()
+        return cls(n, float((values * counts).sum() / n), p50, p90, p99, float(values[-1]))
 
 
 def request_latencies(run: RunLike) -> pd.DataFrame:
@@ -143,29 +166,67 @@ def meets_slo(latencies: pd.DataFrame, slo: SLO) -> pd.Series:
     return met
 
 
-def inter_token_latencies(run: RunLike) -> Floats:
-    """Return the gaps between consecutive visible moments of all requests, ms.
+def inter_token_latencies(run: RunLike) -> tuple[Floats, Ints]:
+    """Return the gaps between consecutive visible moments of all requests, and how often each is.
 
-    Tokens of one request that became visible together (accepted drafts) are one moment. Gaps are
-    grouped by request and ordered in time inside it. Raises `TraceError` when the run has no
-    items, an item's step is not in the step table, or time runs backwards.
+    Gaps are distinct, ascending, ms. Tokens of one request that became visible together (accepted
+    drafts) are one moment. The sequences of a decode step share a gap, so that there are far fewer
+    than tokens. Raises `TraceError` when the run has no items, an item's step is not in the step
+    table, or time runs backwards.
     """
-    items = run.items
-    if items is None:
+    pieces = _token_pieces(run)
+    distinct: list[Floats] = [np.empty(0)]
+    times: list[Ints] = [np.empty(0, dtype=np.int64)]
+    last: Floats = np.full(len(run.requests), np.nan)  # when each request was last heard of, ns
+    for codes, steps, done_ns in pieces:
+        # One integer per emitting row, ordered by (request, step): sorting it beats sorting rows.
+        width = max(done_ns.size, 1)
+        order = np.sort(codes * width + steps)
+        code, done = order // width, done_ns[order % width]
+        if code.size and code[-1] >= last.size:
+            last = np.append(last, np.full(int(code[-1]) + 1 - last.size, np.nan))
+        begins = np.append(True, np.diff(code) != 0)[: code.size]
+        before = np.append(np.nan, done[:-1])[: code.size]
+        before[begins] = last[code[begins]]
+        ends = np.append(begins[1:], True)[: code.size]
+        last[code[ends]] = done[ends]
+        gaps = (done - before)[~np.isnan(before)]
+        if (gaps < 0).any():
+            raise TraceError("steps table", "a request's later step is visible before its earlier "
+                             "one", column="t_done")  # fmt: skip
+        values, counts = np.unique(gaps, return_counts=True)
+        distinct.append(values[values > 0])
+        times.append(counts[values > 0])
+    values, place = np.unique(np.concatenate(distinct), return_inverse=True)
+    counts = np.bincount(place, weights=np.concatenate(times), minlength=values.size)
+    return values / NS_PER_MS, counts.astype(np.int64)
+
+
+def _token_pieces(run: RunLike) -> Iterator[tuple[Ints, Ints, Floats]]:
+    """Yield per piece of the items that gave tokens: request, step, and the time of every step.
+
+    A piece's steps lie after those of the pieces before it. Requests are numbered as they come.
+    """
+    pieces = run.item_pieces() if isinstance(run, HasPieces) else [run.items]
+    number: dict[str, int] = {}
+    any_items = False
+    for piece in pieces:
+        if piece is None:
+            break
+        any_items = True
+        frame = (
+            piece
+            if isinstance(piece, pd.DataFrame)
+            else piece.select(["step", "rank", "req_id", "emitted"]).to_pandas()
+        )
+        emitted = floats(frame, "items", "emitted") > 0
+        order_of_steps, step_index = locate_items(run.steps, frame)
+        codes, names = pd.factorize(series(frame, "items", "req_id").array[emitted])
+        known = np.array([number.setdefault(str(name), len(number)) for name in names], np.int64)
+        done_ns = floats(run.steps, "steps", "t_done")[order_of_steps]
+        yield known[codes] if names.size else codes.astype(np.int64), step_index[emitted], done_ns
+    if not any_items:
         raise TraceError("items table", "absent, but inter-token latency needs it")
-    emitted = floats(items, "items", "emitted") > 0
-    order_of_steps, step_index = locate_items(run.steps, items)
-    done_ns = floats(run.steps, "steps", "t_done")[order_of_steps]
-    codes, _ = pd.factorize(series(items, "items", "req_id").array[emitted])
-    # One integer per emitting row, ordered by (request, step): sorting it beats sorting rows.
-    steps = max(done_ns.size, 1)
-    order = np.sort(codes.astype(np.int64) * steps + step_index[emitted])
-    same_request = np.diff(order // steps) == 0
-    gaps: Floats = np.diff(done_ns[order % steps])[same_request]
-    if (gaps < 0).any():
-        raise TraceError("steps table", "a request's later step is visible before its earlier one",
-                         column="t_done")  # fmt: skip
-    return gaps[gaps > 0] / NS_PER_MS
 
 
 def locate_items(steps: pd.DataFrame, items: pd.DataFrame) -> tuple[Ints, Ints]:

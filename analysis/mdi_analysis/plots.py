@@ -25,6 +25,7 @@ from mdi_analysis.drawing import (
     draw_band,
     from_zero,
     legends,
+    make_plot_folder,
     plain_frame,
     plain_ticks,
     save_figure,
@@ -51,7 +52,6 @@ from mdi_analysis.metrics import request_latencies
 from mdi_analysis.report import number
 from mdi_analysis.summary import count_requests, describe_counts
 from mdi_analysis.usage import emitted_tokens, kv_occupancy
-from mdi_shared.errors import TraceError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -204,12 +204,7 @@ def save_plots(run: RunLike, directory: str | Path) -> list[Path]:
 
     Raises `TraceError` when the system refuses the folder or a file in it.
     """
-    directory = Path(directory)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise TraceError(str(directory), f"cannot be made a folder: {reason}") from error
+    directory = make_plot_folder(directory)
     return [save_figure(plot(run), directory / f"{name}.png") for name, plot in PLOTS.items()]
 
 

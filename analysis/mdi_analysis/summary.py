@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from mdi_analysis.frames import RunLike, series
+from mdi_analysis.frames import RunLike, has_items, series
 from mdi_analysis.metrics import (
     LATENCIES,
     NEVER_ARRIVED,
@@ -119,8 +119,8 @@ def summarize(
     counts = count_requests(run, latencies)
     completed = latencies[latencies["outcome"] == "completed"]
     found = {name: Distribution.of(completed[name].to_numpy()) for name in LATENCIES}
-    has_gaps = itl and run.items is not None
-    gaps = Distribution.of(inter_token_latencies(run)) if has_gaps else None
+    has_gaps = itl and has_items(run)
+    gaps = Distribution.of_counted(*inter_token_latencies(run)) if has_gaps else None
     meta = run.metadata
     return Summary(
         origin=Origin(meta.model, meta.hardware, meta.source, meta.clock, meta.seed),

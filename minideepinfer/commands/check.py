@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mdi_shared.errors import ConfigError, TraceError
+from minideepinfer.commands import options as o
 from minideepinfer.commands.files import is_run, read_requests, read_run
 from minideepinfer.commands.screen import show_json, show_table, tell
 
@@ -56,11 +57,9 @@ class Checked:
 def check(
     paths: Annotated[list[Path], typer.Argument(help="Request traces, or runs by their prefix.")],
     *,
-    format: Annotated[str | None, typer.Option(help="Format of request traces.")] = None,
-    arrivals: Annotated[
-        str | None, typer.Option(help="Arrival times for a trace without any, like poisson:5.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    format: o.Format = None,
+    arrivals: o.Arrivals = None,
+    json: o.Json = False,
 ) -> None:
     """Check traces: conservation laws of a run, rules of a request trace.
 

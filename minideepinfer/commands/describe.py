@@ -32,8 +32,9 @@ def origin(metadata: "Metadata") -> dict[str, Any]:
              if value not in (None, (), {}) and name not in ("table", "config")}  # fmt: skip
     config = dict(metadata.config)
     scheduler = config.pop("scheduler", None)
-    config.pop("cost", None)  # the label tells it
-    config.pop("left_free", None)  # of use to the laws only
+    # Told by the label, by the summary's first line, by the model's name; of use to the laws only.
+    for name in ("cost", "assumed", "shape", "left_free"):
+        config.pop(name, None)
     if isinstance(scheduler, Mapping):
         facts["scheduler"] = unusual_options(scheduler)
     return facts | config

@@ -24,10 +24,21 @@ TRACE_ENDINGS = (".parquet", ".jsonl", ".csv")
 
 def require_input(path: Path) -> None:
     """Raise `ConfigError` unless `path` is a file."""
+    require_present(path)
     if path.is_dir():
         raise ConfigError("path", str(path), "is a folder, not a file")
-    if not path.exists():
+
+
+def require_present(path: Path) -> None:
+    """Raise `ConfigError` unless `path` is there: a file, a pipe, or a folder."""
+    try:
+        there = path.exists()
+    except OSError as error:  # a name too long, a folder that may not be looked into
+        raise ConfigError("path", str(path), f"cannot be read: {error.strerror}") from error
+    if not there:
         raise ConfigError("path", str(path), "no such file")
+    if path.is_dir() and not any(path.iterdir()):
+        raise ConfigError("path", str(path), "is a folder without files")
 
 
 def require_runs(paths: Iterable[Path]) -> None:
@@ -42,19 +53,19 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
     from mdi_traces.io import atomic_file
 
     verb = "replaced" if path.exists() else "wrote"
+    make_folder(path)
     with atomic_file(path) as file:
         file.write((json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
     tell(f"{verb} {path}")
 
 
 def require_output(name: str, path: Path, endings: tuple[str, ...] = ()) -> None:
-    """Raise `ConfigError` unless a file `path` can be made: an ending of `endings`, a folder."""
+    """Raise `ConfigError` unless a file `path` can be made, its folder included, with an ending."""
     if endings and not path.name.endswith(endings):
         raise ConfigError(name, str(path), f"must end in {', '.join(endings)}")
     if path.is_dir():
         raise ConfigError(name, str(path), "is a folder")
-    if not path.parent.is_dir():
-        raise ConfigError(name, str(path), f"there is no folder {path.parent}")
+    require_folder(name, path.parent)
 
 
 def require_folder(name: str, path: Path) -> None:
@@ -66,14 +77,25 @@ def require_folder(name: str, path: Path) -> None:
         raise ConfigError(name, str(path), f"{there} is a file, so no folder can be made in it")
 
 
+def make_folder(path: Path) -> None:
+    """Make the folder that a file will be written to. Raises `ConfigError` where it may not be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("path", str(path.parent), f"cannot be made: {error.strerror}") from error
+
+
 def is_run(path: Path) -> bool:
     """Say whether `path` is a run: its prefix, or one of its files with its steps beside it."""
     from mdi_traces.run import run_prefix
     from minideepinfer.saving import RUN_ENDINGS, run_files
 
-    if path.name.endswith(RUN_ENDINGS):
-        return Path(run_prefix(path) + ".steps.parquet").exists()
-    return not path.is_file() and bool(run_files(path))
+    try:
+        if path.name.endswith(RUN_ENDINGS):
+            return Path(run_prefix(path) + ".steps.parquet").exists()
+        return not path.is_file() and bool(run_files(path))
+    except OSError:  # `require_present` says why it cannot be looked at
+        return False
 
 
 def read_run(path: Path) -> "Run":
@@ -97,11 +119,19 @@ def read_requests(
     seed: int = 0,
     closed_loop: bool = False,
 ) -> "RequestTrace":
-    """Read a request trace as `load_requests` does; `arrivals` is a text such as `poisson:5`."""
+    """Read a request trace as `load_requests` does, or the requests of a run by its prefix.
+
+    The path may be a file, a pipe, or a folder of files that are one trace. `arrivals` is a text
+    such as `poisson:5`.
+    """
     from mdi_traces.distributions import parse_arrivals
     from mdi_traces.formats import load_requests
 
-    require_input(path)
+    if is_run(path):
+        from mdi_traces.run import run_prefix
+
+        path = Path(run_prefix(path) + ".requests.parquet")
+    require_present(path)
     process = None if arrivals is None else parse_arrivals(arrivals)
     try:
         return load_requests(

@@ -9,7 +9,10 @@ from typing import Annotated
 import typer
 
 from mdi_shared.errors import MiniDeepInferError
-from minideepinfer.commands.files import TRACE_ENDINGS, require_output
+from mdi_shared.served import Served
+from minideepinfer.commands import options as o
+from minideepinfer.commands.describing import load_served
+from minideepinfer.commands.files import TRACE_ENDINGS, make_folder, require_output
 from minideepinfer.commands.screen import facts_table, show_table, tell
 
 
@@ -22,22 +25,13 @@ def generate_workload(
         typer.Argument(help=f"Ends in {', '.join(TRACE_ENDINGS)}.", show_default=False),
     ] = None,
     *,
-    requests: Annotated[
-        int, typer.Option("--requests", "-n", metavar="N", help="Number of requests.")
-    ] = 1_000,
-    seed: Annotated[int, typer.Option(metavar="N", help="Equal seeds, equal bytes.")] = 0,
-    rate: Annotated[
-        float | None, typer.Option(metavar="R", help="Requests (or sessions) per second.")
-    ] = None,
-    arrivals: Annotated[
-        str | None, typer.Option(help="Other arrivals, like poisson:5, gamma:5:2 or burst.")
-    ] = None,
+    requests: o.Requests = None,
+    seed: o.Seed = None,
+    rate: o.Rate = None,
+    arrivals: o.Arrivals = None,
     listed: Annotated[bool, typer.Option("--list", help="List the presets.")] = False,
 ) -> None:
     """Write a synthetic request trace."""
-    from mdi_traces.distributions import parse_arrivals
-    from mdi_traces.generate import generate_workload as generate
-
     if listed:
         show_table(facts_table("Presets", describe_presets()))
         return
@@ -45,16 +39,12 @@ def generate_workload(
         raise MiniDeepInferError("give a preset and a file to write: mdi generate-workload PRESET "
                                  "OUT (--list shows the presets)")  # fmt: skip
     require_output("OUT", out, TRACE_ENDINGS)
-    trace = generate(
-        preset,
-        num_requests=requests,
-        seed=seed,
-        rate=rate,
-        arrivals=None if arrivals is None else parse_arrivals(arrivals),
-    )
+    served = Served(workload=preset, requests=requests, rate=rate, arrivals=arrivals)
+    trace = load_served(served, seed)
     verb = "replaced" if out.exists() else "wrote"
+    make_folder(out)
     trace.save(out)
-    tell(f"{verb} {out}: {len(trace):,} requests of {preset}, seed {seed}")
+    tell(f"{verb} {out}: {len(trace):,} requests of {preset}, seed {seed or 0}")
 
 
 def describe_presets() -> list[tuple[str, str]]:

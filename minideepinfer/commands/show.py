@@ -7,12 +7,15 @@ Read next: `describe.py` (the facts), `check.py`.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mdi_shared.errors import ConfigError
+from minideepinfer.commands import options as o
+from minideepinfer.commands.declare import takes_options
 from minideepinfer.commands.describe import (
     STEP_TIMES,
     columns,
@@ -23,6 +26,7 @@ from minideepinfer.commands.describe import (
     step_times,
 )
 from minideepinfer.commands.files import is_run, read_requests, read_run
+from minideepinfer.commands.results import ViewOptions, parse_slo, write_views
 from minideepinfer.commands.screen import facts_table, show_json, show_table
 
 if TYPE_CHECKING:
@@ -33,53 +37,64 @@ if TYPE_CHECKING:
 SLOWEST = 5
 
 
-def show(
-    path: Annotated[Path, typer.Argument(help="Request trace, or a run by its prefix or a file.")],
-    *,
-    head: Annotated[int, typer.Option(help="Also show the first N rows.", metavar="N")] = 0,
-    format: Annotated[str | None, typer.Option(help="Format of a request trace.")] = None,
-    arrivals: Annotated[
-        str | None, typer.Option(help="Arrival times for a trace without any, like poisson:5.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-) -> None:
-    """Show what a trace file holds: origin, columns, lengths, time span; for a run its summary."""
-    if head < 0:
-        raise ConfigError("head", head, "must be at least 0 rows")
-    if is_run(path):
-        _show_run(read_run(path), path, head, json)
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions(ViewOptions):
+    """What `mdi show` can be asked for."""
+
+    path: Annotated[Path, typer.Argument(help="Request trace, or a run by its prefix or a file.")]
+    head: Annotated[int, typer.Option(help="Also show the first N rows.", metavar="N")] = 0
+    format: o.Format = None
+    arrivals: o.Arrivals = None
+
+
+@takes_options(ShowOptions)
+def show(options: ShowOptions) -> None:
+    """Show what a trace file holds, or a run: origin, summary, pictures.
+
+    A run, recorded or simulated, can also be drawn and exported, and held against bounds.
+    """
+    if options.head < 0:
+        raise ConfigError("head", options.head, "must be at least 0 rows")
+    options.check()
+    if is_run(options.path):
+        _show_run(read_run(options.path), options)
         return
-    trace = read_requests(path, format=format, arrivals=arrivals)
+    for name in ("plots", "perfetto", "slo"):
+        if getattr(options, name) is not None:
+            raise ConfigError(name, str(getattr(options, name)), f"needs a run; {options.path} is "
+                              "none")  # fmt: skip
+    trace = read_requests(options.path, format=options.format, arrivals=options.arrivals)
     facts: dict[str, Any] = {
-        "path": str(path),
+        "path": str(options.path),
         "table": "requests",
         "rows": len(trace),
         "origin": origin(trace.metadata),
         "columns": columns(trace.table, "requests"),
         "statistics": request_statistics(trace),
-        "head": head_rows(trace.table, head),
+        "head": head_rows(trace.table, options.head),
     }
-    if json:
+    if options.json:
         show_json(facts)
     else:
         show_table(*_request_tables(facts))
 
 
-def _show_run(run: "Run", path: Path, head: int, json: bool) -> None:
+def _show_run(run: "Run", options: ShowOptions) -> None:
     from minideepinfer.run_summary import summarize
 
-    summary = summarize(run)
+    summary = summarize(run, parse_slo(options.slo))
     tables = {"steps": run.steps_table, "items": run.items_table, "requests": run.requests_table}
     facts: dict[str, Any] = {
-        "path": str(path),
+        "path": str(options.path),
         "table": "run",
         "rows": {name: len(table) for name, table in tables.items() if table is not None},
         "origin": origin(run.metadata),
         "step_times_ms": step_times(run.steps_table),
         "slowest_steps": slowest_steps(run, SLOWEST),
-        "head": head_rows(run.steps_table, head),
+        "head": head_rows(run.steps_table, options.head),
+        "written": [str(path) for path in write_views(run, options)],
     }
-    if json:
+    if options.json:
         show_json({**facts, "summary": summary.to_dict()})
         return
     show_table(

@@ -5,17 +5,20 @@ Read next: `mdi_sim/fit/transfer.py`, docs/calibration.md ("Transfer").
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mdi_shared.cost.files import read_cost_file
+from mdi_shared.cost.files import packaged_models, read_cost_file
 from mdi_shared.cost.hardware import HARDWARE, hardware_by_name
 from mdi_shared.cost.linear import LinearCost
 from mdi_shared.cost.shape import SHAPES, ModelShape, shape_by_name
 from mdi_shared.cost.work import decode_work, prefill_work
 from mdi_shared.errors import ConfigError
+from minideepinfer.commands import options as o
+from minideepinfer.commands.declare import takes_options
 from minideepinfer.commands.files import require_input, require_output, require_runs, write_json
 from minideepinfer.commands.screen import facts_table, show_json, show_table
 
@@ -31,60 +34,80 @@ PREFILL_SHOWN = (4_096, 131_072)
 DECODE_SHOWN = ((64, 4_096), (64, 131_072))
 
 
-def transfer(
-    model: Annotated[Path, typer.Argument(help="Fitted model, as mdi calibrate writes it.")],
-    *,
-    out: Annotated[
-        Path,
-        typer.Option("--out", "-o", metavar="FILE.json", help="The prediction.",
-                     show_default=False),
-    ],
+@dataclass(frozen=True, kw_only=True)
+class TransferOptions:
+    """What `mdi transfer` can be asked for."""
+
+    model: Annotated[Path, typer.Argument(help="Fitted model, as mdi calibrate writes it.")]
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE.json", help="The prediction.")]
     hardware: Annotated[
         str | None,
-        typer.Option(help=f"Predict for one of {', '.join(HARDWARE)} (default: as fitted)."),
-    ] = None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Predict for one of {', '.join(HARDWARE)}, or FILE.json "
+            "of peak rates (default: as fitted).",
+        ),
+    ] = None
     to_model: Annotated[
         str | None,
-        typer.Option("--model", metavar="NAME|FILE.json", help="Predict for one of "
-                     f"{', '.join(SHAPES)}, or for the dimensions another fitted model states "
-                     "(default: as fitted)."),
-    ] = None,
-    ep: Annotated[int, typer.Option(metavar="N", help="Ranks the experts are split over.")] = 1,
+        typer.Option(
+            "--model",
+            metavar="NAME|FILE.json",
+            help="Predict for one of "
+            f"{', '.join(SHAPES)}, or for the dimensions another fitted model states "
+            "(default: as fitted).",
+        ),
+    ] = None
+    ep: Annotated[
+        int, typer.Option(metavar="N", help="Ranks the experts are split over (default: 1).")
+    ] = 1
     from_hardware: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Peak rates of the recorded hardware, where its name "
-                     f"tells none: one of {', '.join(HARDWARE)}."),
-    ] = None,
+        typer.Option(
+            metavar="NAME",
+            help="Peak rates of the recorded hardware, where its name "
+            "tells none: as for --hardware.",
+        ),
+    ] = None
     check: Annotated[
         list[Path] | None,
-        typer.Option(metavar="RUN", help="Recorded run of the target, to state errors on; may be "
-                     "repeated."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-) -> None:  # fmt: skip
+        typer.Option(
+            metavar="RUN", help="Recorded run of the target, to state errors on; may be repeated."
+        ),
+    ] = None
+    json: o.Json = False  # fmt: skip
+
+
+@takes_options(TransferOptions)
+def transfer(options: TransferOptions) -> None:
     """Predict step times of other hardware or another model from a fitted model.
 
     The target's roofline at the efficiencies the fitted model reached; simulate --cost reads the
     result and says that it was predicted, not measured.
     """
-    require_output("out", out, (".json",))
-    require_input(model)
-    runs = check or []
+    model, to_model = options.model, options.to_model
+    require_output("out", options.out, (".json",))
+    if model.suffix:
+        require_input(model)
+    runs = options.check or []
     require_runs(runs)
     fitted = _fitted(model)
-    target = None if hardware is None else hardware_by_name(hardware)
-    source = None if from_hardware is None else hardware_by_name(from_hardware)
+    target, source = (
+        None if name is None else hardware_by_name(name)
+        for name in (options.hardware, options.from_hardware)
+    )
     from mdi_sim.fit.transfer import prediction_errors
     from mdi_sim.fit.transfer import transfer as predict
 
     shape = None if to_model is None else _shape(to_model)
-    digest = hashlib.sha256(model.read_bytes()).hexdigest()
-    cost = predict(fitted, hardware=target, shape=shape, ep=ep, source_hardware=source,
-                   origin={"name": model.name, "sha256": digest})  # fmt: skip
+    path = packaged_models().get(str(model), model)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    cost = predict(fitted, hardware=target, shape=shape, ep=options.ep, source_hardware=source,
+                   origin={"name": path.name, "sha256": digest})  # fmt: skip
     checked = prediction_errors(cost, runs) if runs else {}
     document = cost.to_json()
-    write_json(out, document)
-    if as_json:
+    write_json(options.out, document)
+    if options.json:
         show_json({**document, "checked": checked})
     else:
         show_table(*_tables(cost, checked))

@@ -2,128 +2,104 @@
 
 Interrupted, it shows what it has so far. Nothing is written but the plot asked for.
 
-Read next: `simulate_options.py` (most of its options), `minideepinfer/tune_report.py` (what is
+Read next: `describing.py` (most of its options), `minideepinfer/tune_report.py` (what is
 shown), `mdi_sim/search/tune.py` (the search).
 """
-# ruff: noqa: RUF009 - `option` returns a dataclass field, as `dataclasses.field` does
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mdi_shared.errors import ConfigError
-from mdi_shared.placement import placement_by_name
-from mdi_sim.search.settings import DEFAULT_TRIALS
-from minideepinfer.commands.declare import Given, option, takes_options
-from minideepinfer.commands.files import require_output
-from minideepinfer.commands.screen import progress, show_json, show_table, tell
-from minideepinfer.commands.simulate_options import RESULTS, ServingOptions, settle
-from minideepinfer.commands.simulate_setup import (
-    accept_rate,
-    make_cost,
-    make_scheduler,
-    make_shape,
-    make_work,
-    memory_note,
-    model_note,
-    ranks_note,
-    read_cost,
+from mdi_shared.run_notes import run_notes
+from minideepinfer.commands import options as o
+from minideepinfer.commands.declare import scheduler_options, takes_options
+from minideepinfer.commands.describing import (
+    MEMORY,
+    SimulatedOptions,
+    described,
+    load_served,
+    memory_options,
 )
+from minideepinfer.commands.files import require_folder
+from minideepinfer.commands.results import parse_slo
+from minideepinfer.commands.screen import progress, show_json, show_table, tell
 
 if TYPE_CHECKING:
     from mdi_analysis import SLO
     from minideepinfer.tune_report import TuneReport
 
 GOAL = "Goal"
-SLO_NAMES = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2e": "e2e_ms"}
+DEFAULT_TRIALS = 64
 INTERRUPTED = 130
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TuneOptions(ServingOptions):
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions(SimulatedOptions):
     """What `mdi tune` can be asked for."""
 
-    slo: str | None = option(
-        None, "--slo", metavar="BOUNDS", panel=GOAL,
-        help="Serve most requests within these bounds, ms: ttft=2000,tpot=50 (also e2e).",
-    )  # fmt: skip
-    goal: str | None = option(
-        None, "--for", metavar="GOAL", panel=GOAL,
-        help="throughput: most input and output tokens per second. Instead of --slo.",
-    )  # fmt: skip
-    trials: int = option(
-        DEFAULT_TRIALS, "--trials", metavar="N", panel=GOAL, help="Most settings tried."
-    )
-    jobs: int | None = option(
-        None, "--jobs", "-j", metavar="N", panel=GOAL,
-        help="Processes that simulate at the same time (default: all cores).",
-    )  # fmt: skip
-    plot: Path | None = option(
-        None, "--plot", metavar="FILE.png", panel=RESULTS, in_file=False,
-        help="Draw all settings: goal against latency.",
-    )  # fmt: skip
+    slo: o.Bounds = None
+    goal: Annotated[
+        str | None,
+        typer.Option(
+            "--for", metavar="GOAL", rich_help_panel=GOAL,
+            help="throughput: most input and output tokens per second. Instead of --slo.",
+        ),
+    ] = None  # fmt: skip
+    trials: Annotated[
+        int,
+        typer.Option(
+            metavar="N", rich_help_panel=GOAL,
+            help=f"Most settings tried (default: {DEFAULT_TRIALS}).",
+        ),
+    ] = DEFAULT_TRIALS  # fmt: skip
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            "--jobs", "-j", metavar="N", rich_help_panel=GOAL,
+            help="Processes that simulate at the same time (default: all cores).",
+        ),
+    ] = None  # fmt: skip
+    plots: o.Plots = None
+    json: o.Json = False
 
 
 @takes_options(TuneOptions)
-def tune(given: Given) -> None:
+def tune(options: TuneOptions) -> None:
     """Search chunk size, prefill attempts and seats for an SLO or for throughput, by simulation.
 
     Prints the settings that none beats in everything, and the recommended one with its gain over
     the default and the step-time model's error beside it. --set gives the default to start from.
     """
-    options, scheduler_options = settle(given, TuneOptions, "tune")
     slo = read_goal(options)
     jobs = options.jobs if options.jobs is not None else os.cpu_count() or 1
     for name, value in (("jobs", jobs), ("trials", options.trials)):
         if value < 1:
             raise ConfigError(name, value, "must be at least 1")
-    if options.plot is not None:
-        require_output("plot", options.plot, (".png",))
-    fitted = read_cost(options)
-    shape = make_shape(options, fitted)
-    config = make_scheduler(options, scheduler_options, shape, slo.tpot_ms if slo else None)
-    config.require_pool_fits()
-    cost = make_cost(options, fitted, shape)
-    work = make_work(options)
+    if options.plots is not None:
+        require_folder("plots", options.plots)
+    run = described(options, slo.tpot_ms if slo else None)
+    work = load_served(run.served, run.seed)
     from minideepinfer.tune_report import TuneReport
     from minideepinfer.tuned import tune as run_tune
 
     with progress(options.trials, "settings") as on_trial:
-        found = run_tune(
-            work,
-            cost=cost,
-            slo=slo,
-            scheduler=config,
-            ranks=options.ranks,
-            shape=shape,
-            placement=placement_by_name(options.placement),
-            seed=options.seed,
-            draft_accept_rate=accept_rate(options),
-            until_s=options.until_s,
-            jobs=jobs,
-            trials=options.trials,
-            on_trial=on_trial,
-        )
-    extra = [memory_note(cost, shape, config), model_note(cost, shape),
-             ranks_note(cost, options.ranks)]  # fmt: skip
-    notes = (*work.metadata.notes, *(note for note in extra if note is not None), *found.notes)
-    report = TuneReport(found, slo, cost.describe(), notes, scheduler_options, options.cost,
-                        options.kv_cache_memory_gb, options.ranks)  # fmt: skip
-    _show(report, options)
+        found = run_tune(work, run, slo=slo, jobs=jobs, trials=options.trials, on_trial=on_trial)
+    notes = (*work.metadata.notes, *run_notes(run), *found.notes)
+    given = scheduler_options(options, MEMORY)
+    pool = memory_options(options, given)
+    _show(TuneReport(found, run, slo, notes, given, {"cost": options.cost, **pool}), options)
     if found.interrupted:
         raise typer.Exit(INTERRUPTED)
 
 
 def _show(report: "TuneReport", options: TuneOptions) -> None:
     """Draw and print what was found."""
-    if options.plot is not None:
-        verb = "replaced" if options.plot.exists() else "drew"
-        report.plot(options.plot)
-        tell(f"{verb} {options.plot}")
+    if options.plots is not None:
+        report.plot(options.plots)
+        tell(f"drew {options.plots}")
     if options.json:
         show_json(report.document())
     else:
@@ -137,25 +113,4 @@ def read_goal(options: TuneOptions) -> "SLO | None":
     if (options.slo is None) == (options.goal is None):
         raise ConfigError("slo", options.slo, "say what to tune for: either --slo with bounds, "
                           "such as ttft=2000,tpot=50, or --for throughput")  # fmt: skip
-    if options.slo is None:
-        return None
-    from mdi_analysis import SLO
-
-    return SLO(**_bounds(options.slo))
-
-
-def _bounds(text: str) -> Mapping[str, float]:
-    """Read `name=ms` pairs with commas between them."""
-    found: dict[str, float] = {}
-    for pair in text.split(","):
-        name, equals, value = (part.strip() for part in pair.partition("="))
-        if not equals or name not in SLO_NAMES:
-            raise ConfigError("slo", pair, "must be NAME=MS with a name of "
-                              f"{', '.join(SLO_NAMES)}")  # fmt: skip
-        if SLO_NAMES[name] in found:
-            raise ConfigError("slo", pair, f"{name} is set twice")
-        try:
-            found[SLO_NAMES[name]] = float(value)
-        except ValueError:
-            raise ConfigError("slo", pair, "must be a number of ms, without a unit") from None
-    return found
+    return parse_slo(options.slo)

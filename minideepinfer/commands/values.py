@@ -1,6 +1,6 @@
 """Option values from text and TOML, by their declared types. No default replaces a bad value.
 
-Read next: `simulate_options.py`, which puts the values together.
+Read next: `declare.py`, which puts the values together.
 """
 
 import difflib
@@ -12,10 +12,12 @@ from types import NoneType
 from typing import Any, get_args
 
 from mdi_shared.errors import ConfigError
+from mdi_shared.run_description import RunDescription
+from mdi_shared.toml_text import NONE
+from minideepinfer.commands.files import is_run, read_run
 
 Types = Mapping[str, Any]  # option name -> its declared type, as `typing.get_type_hints` gives it
 BOOLS = {"true": True, "false": False}
-NONE = "none"
 
 
 def read_config(path: Path, tables: Mapping[str, Types]) -> dict[str, dict[str, Any]]:
@@ -23,12 +25,7 @@ def read_config(path: Path, tables: Mapping[str, Types]) -> dict[str, dict[str, 
 
     TOML has no null, so "none" stands for None. Raises `ConfigError` naming file, table and key.
     """
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError("config", str(path), f"cannot be read: {error.strerror}") from error
-    except ValueError as error:  # neither text nor TOML
-        raise ConfigError("config", str(path), f"is not TOML: {error}") from error
+    document = _read_toml(path)
     known = ", ".join(f"[{name}]" for name in tables)
     found = {}
     for name, table in document.items():
@@ -39,6 +36,31 @@ def read_config(path: Path, tables: Mapping[str, Types]) -> dict[str, dict[str, 
             for key, value in table.items()
         }
     return found
+
+
+def read_description(path: Path) -> RunDescription | None:
+    """Return the description in a saved run's metadata, or in a TOML file that holds one.
+
+    None for another TOML file: it has options. Raises `ConfigError`.
+    """
+    if is_run(path):
+        found = read_run(path).metadata
+        return RunDescription.from_metadata(found.config, found.seed)
+    if not {"served", "shape"} & set(_read_toml(path)):
+        return None
+    try:
+        return RunDescription.from_toml(path.read_text(encoding="utf-8"))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.field}", error.value, error.allowed) from error
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("config", str(path), f"cannot be read: {error.strerror}") from error
+    except ValueError as error:  # neither text nor TOML
+        raise ConfigError("config", str(path), f"is not TOML: {error}") from error
 
 
 def parse_pairs(pairs: Sequence[str], types: Types) -> dict[str, Any]:

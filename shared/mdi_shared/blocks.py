@@ -71,7 +71,3 @@ class BlockPool:
 
     def references(self, block_id: int) -> int:
         return self._refs[block_id]
-
-    def free_ids(self) -> tuple[int, ...]:
-        """The free list in hand-out order."""
-        return tuple(self._free)

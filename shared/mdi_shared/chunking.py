@@ -9,7 +9,6 @@ Read next: `prefill.py` (the caller), `cost/step_cost.py` and `work.py` (what a 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from math import lcm
 from typing import Protocol
 
@@ -99,12 +98,6 @@ class CostTarget:
         self.tail_min = tail_min
         self.min_chunk = -(-min_chunk // cp_align) * cp_align
 
-    def at(self, share: int, of: int) -> "CostTarget":
-        """Return this policy with `share` parts `of` its target."""
-        other = copy(self)
-        other.target_ns = max(self.target_ns * share // of, 1)
-        return other
-
     def chunk_tokens(
         self,
         picked: Sequence[PromptRow],
@@ -156,20 +149,20 @@ def why_not_control(cost: StepCost) -> str | None:
     A fitted model must have predicted prefill steps of held-out shapes well enough; its file says
     so. A model that was not fitted has no such error and is taken at its word.
     """
-    found = cost.fit.get("prefill") if isinstance(cost, LinearCost) else None
-    if not isinstance(found, Mapping) or found.get("usable_for_control", False) is True:
+    fit = cost.fit.get("prefill") if isinstance(cost, LinearCost) else None
+    if not isinstance(fit, Mapping) or fit.get("usable_for_control", False) is True:
         return None
-    error = found.get("held_out_mape")
+    error = fit.get("held_out_mape")
     size = f"is {error:.1%}" if isinstance(error, float) else "is not known"
     return f"the model's error on prefill steps of held-out shapes {size}, too uncertain for that"
 
 
 def _target_ns(config: SchedulerConfig, shape: ModelShape, cost: StepCost) -> int:
-    """Return the device time to aim at, ns: as given, or what is left of the gap allowed.
+    """Return the device time to aim at, ns: the one given, or what the allowed gap leaves.
 
-    A prefill step lies in one gap between two tokens of every running sequence (§7.3, ii). So do
-    the host's work around it, which does not overlap with it, for as many tokens as there may be,
-    and the decode step that ends the gap, taken as the shortest there is.
+    A prefill step falls into one gap between two tokens of every running sequence. Two more things
+    fall into that gap, and neither overlaps with the step: the host's work for it, taken for a full
+    token budget, and the decode step that ends the gap, taken as the shortest there is.
     """
     if config.prefill_target_ms is not None:
         return int(config.prefill_target_ms * 1e6 + 0.5)

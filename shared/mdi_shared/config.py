@@ -17,6 +17,7 @@ MOST_BLOCKS = 2**24  # two billion tokens at 128 a block; the list of free ones 
 MOST_SLOTS_PER_SEAT = 100.0
 WATERMARK = 0.9  # share of the block pool above which no new prefill is wanted (§2.2)
 CHUNK_POLICIES = ("token_budget", "cost_target")
+RETIRED = {"balance_target": False}  # options of earlier versions, and the value that was "off"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +27,7 @@ class SchedulerConfig:
     Lengths and budgets are tokens, `num_blocks` counts KV blocks of `block_size` tokens including
     block 0, which is never handed out. `max_num_batched_tokens=None` derives the budget (see
     `token_budget`). `prefill_target_ms` is the device time a prefill step aims at, `slo_itl_ms`
-    instead the longest gap between two tokens that a prefill step may cause; `balance_target` lets
-    data-parallel ranks agree on a share of it at each prefill (`balance.py`). Raises `ConfigError`
+    instead the longest gap between two tokens that a prefill step may cause. Raises `ConfigError`
     naming the field, its value and what is allowed.
     """
 
@@ -50,7 +50,6 @@ class SchedulerConfig:
     chunk_policy: str = "token_budget"
     prefill_target_ms: float | None = None
     slo_itl_ms: float | None = None
-    balance_target: bool = False
     strict_upstream: bool = False
 
     def __post_init__(self) -> None:
@@ -101,8 +100,6 @@ class SchedulerConfig:
         bounds = {name: getattr(self, name) for name in ("prefill_target_ms", "slo_itl_ms")}
         given = {name: bound for name, bound in bounds.items() if bound is not None}
         if self.chunk_policy != "cost_target":
-            if self.balance_target:
-                given["balance_target"] = True
             for name, bound in given.items():
                 _require(False, name, bound, "is used by chunk_policy = 'cost_target' only")
             return
@@ -171,12 +168,18 @@ class SchedulerConfig:
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> "SchedulerConfig":
-        """Build from names and values; an unknown name is an error that lists the known ones."""
+        """Build from names and values; an unknown name is an error that lists the known ones.
+
+        Records of earlier versions hold retired options, which are read where they were off.
+        """
         known = [f.name for f in fields(cls)]
         for name, value in options.items():
-            if name not in known:
+            if name in RETIRED and value is not RETIRED[name]:
+                raise ConfigError(name, value, "this option was removed (docs/log.md says why); "
+                                  f"a record may have it as {RETIRED[name]}")  # fmt: skip
+            if name not in known and name not in RETIRED:
                 raise ConfigError(name, value, f"unknown option; known: {', '.join(known)}")
-        return cls(**options)
+        return cls(**{name: options[name] for name in options if name not in RETIRED})
 
 
 def _require(holds: bool, field: str, value: object, allowed: str) -> None:

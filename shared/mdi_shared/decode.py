@@ -23,11 +23,15 @@ class DecodeBatch:
 
 
 def _by_output(seq: Sequence) -> tuple[int, int]:
-    """Longest output first; of equals the one that came first, which makes it the victim."""
+    """Order of `running`: the longest output first, of equals the older request first.
+
+    The first of them is the victim when blocks run out.
+    """
     return (-seq.output_len, seq.seq_id)
 
 
 def _by_length(seq: Sequence) -> tuple[int, int, int]:
+    """Order of the batch: the longest, of equals the longer output, then the older first."""
     return (-seq.num_tokens, -seq.output_len, seq.seq_id)
 
 

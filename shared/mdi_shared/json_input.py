@@ -61,11 +61,11 @@ def read_int_pairs(where: str, values: object) -> tuple[tuple[int, int], ...]:
     return tuple(read_int_pair(where, value) for value in values)
 
 
-def read_json(path: Path) -> object:
-    """Return what a JSON file holds; raise `ConfigError` when it cannot be read."""
+def read_json(path: Path, what: str = "cost model") -> object:
+    """Return what a JSON file holds; raise `ConfigError` naming `what` when it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError("cost model", str(path), f"cannot be read: {error.strerror}") from error
+        raise ConfigError(what, str(path), f"cannot be read: {error.strerror}") from error
     except ValueError as error:  # neither text nor JSON
-        raise ConfigError("cost model", str(path), f"is not JSON: {error}") from error
+        raise ConfigError(what, str(path), f"is not JSON: {error}") from error

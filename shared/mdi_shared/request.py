@@ -89,15 +89,12 @@ class Sequence:
         "cached",
         "capacity",
         "checkpoints",
-        "chunk_rest",
         "finish_at",
         "inflight_total",
         "num_drafts",
         "num_tokens",
         "output_len",
-        "prompt_len",
         "request",
-        "schedulable",
         "seq_id",
         "slot",
         "state",
@@ -109,19 +106,16 @@ class Sequence:
     ) -> None:
         self.seq_id = seq_id
         self.request = request
-        self.prompt_len = request.prompt_len
         self.num_tokens = request.prompt_len
         self.output_len = 0
         self.cached = request.cached_len
         self.inflight_total = 0
         self.num_drafts = 0
-        self.chunk_rest = 0
         self.checkpoints = list(request.chunk_checkpoints)
         self.block_table: list[int] = []
         self.capacity = 0
         self.slot = 0
         self.state = State.WAITING
-        self.schedulable = True
         stops = set(request.stop_token_ids)
         if not request.ignore_eos:
             stops.add(eos_token_id)
@@ -174,4 +168,3 @@ class Sequence:
         self.cached = 0
         self.inflight_total = 0
         self.num_drafts = 0
-        self.chunk_rest = 0

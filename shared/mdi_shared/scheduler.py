@@ -9,9 +9,8 @@ Read next: `prefill.py` and `decode.py` (who is chosen), `queues.py` (memory), `
 
 from collections import deque
 
-from mdi_shared.balance import SHARES, Offer, make_offer
-from mdi_shared.chunking import ChunkPolicy, CostTarget, TokenBudget
-from mdi_shared.commit import Flight, commit_step, dropped_rows
+from mdi_shared.chunking import ChunkPolicy, TokenBudget
+from mdi_shared.commit import InFlightStep, commit_step, dropped_rows
 from mdi_shared.config import WATERMARK, SchedulerConfig
 from mdi_shared.decode import DecodeSelection
 from mdi_shared.errors import ConfigError, DeadlockError
@@ -48,7 +47,7 @@ class Scheduler:
         self.num_preempted = 0
         self._prefill = PrefillSelection(self.queues, self.policy)
         self._decode = DecodeSelection(self.queues)
-        self._flights: deque[Flight] = deque()
+        self._in_flight: deque[InFlightStep] = deque()  # oldest first
         self._to_release: list[Sequence] = []
         self._next_seq_id = 0
         self._idle_turns = 0
@@ -85,7 +84,7 @@ class Scheduler:
         if seq.state is State.WAITING:
             self.queues.num_dead_waiting += 1
         else:
-            self.queues.dead_running.append(seq)
+            self.queues.num_dead_running += 1
         seq.become(State.ABORTED)
         return Ending(seq.seq_id, seq.finish_reason, seq.output_len)
 
@@ -95,7 +94,7 @@ class Scheduler:
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._flights)
+        return len(self._in_flight)
 
     # ---- prefill or decode (§2.2) --------------------------------------------------------------
 
@@ -110,44 +109,26 @@ class Scheduler:
     def want_prefill(self) -> bool:
         """Say whether this rank has a prompt to run and memory below the watermark.
 
-        Unless `strict_upstream`, the watermark yields when the head holds its blocks already, or
-        when nothing is running: upstream can wait there for ever (§2.11).
+        Unless `strict_upstream`, the watermark yields when the head holds its blocks already:
+        upstream can wait there for ever (§2.11).
         """
         queues = self.queues
-        if not queues.waiting or not queues.waiting[0].schedulable:
+        if not queues.waiting:
             return False
         if queues.blocks.usage <= WATERMARK:
             return True
         if self.config.strict_upstream:
             return False
-        return bool(queues.waiting[0].block_table) or not queues.running
+        return bool(queues.waiting[0].block_table)
 
-    @property
-    def balances(self) -> bool:
-        """Whether a group agrees on the step time that its chunks aim at."""
-        return self.config.balance_target and isinstance(self.policy, CostTarget)
-
-    def offer(self, ballot: Ballot) -> Offer:
-        """Return what this rank would prefill at each share of its target; changes nothing."""
-        assert isinstance(self.policy, CostTarget), "only a target has shares"
-        return make_offer(self._prefill, self.policy) if ballot.want else Offer()
-
-    def try_prefill(self, ballot: Ballot, share: int = SHARES) -> StepPlan | None:
-        """Plan a prefill step, or return None when nothing at all can be admitted.
-
-        `share` is how much of the target step time the group has agreed on (`balance.py`).
-        """
-        batch = self._prefill.select(self._policy_at(share))
+    def try_prefill(self, ballot: Ballot) -> StepPlan | None:
+        """Plan a prefill step, or return None when nothing at all can be admitted."""
+        batch = self._prefill.select()
         return None if batch is None else self._plan_prefill(batch, ballot)
 
-    def plan_idle_prefill(self, ballot: Ballot, share: int = SHARES) -> StepPlan:
+    def plan_idle_prefill(self, ballot: Ballot) -> StepPlan:
         """Plan an empty prefill step, for a rank whose group prefills without it."""
-        return self._plan_prefill(PrefillBatch(0, self._policy_at(share)), ballot)
-
-    def _policy_at(self, share: int) -> ChunkPolicy:
-        if share == SHARES or not isinstance(self.policy, CostTarget):
-            return self.policy
-        return self.policy.at(share, SHARES)
+        return self._plan_prefill(PrefillBatch(k_room=0), ballot)
 
     def plan_decode(self, ballot: Ballot) -> StepPlan:
         """Plan a decode step, maybe an empty one; raises `DeadlockError` if none can ever help."""
@@ -178,7 +159,7 @@ class Scheduler:
             num_batched_tokens=rows * len(batch),
         )
         self._check_progress(plan)
-        self._take_off(Flight(plan, batch))
+        self._put_in_flight(plan, batch)
         self.decode_step += 1
         return plan
 
@@ -188,13 +169,13 @@ class Scheduler:
             step=self._next_step(),
             kind=PREFILL if picked else IDLE_PREFILL,
             seq_ids=tuple(seq.seq_id for seq in picked),
-            qs=tuple(batch.qs),
-            ks=tuple(seq.cached + q for seq, q in zip(picked, batch.qs, strict=True)),
-            full_lens=tuple(seq.num_tokens for seq in picked),
+            qs=tuple(q for q, _, _ in batch.rows),
+            ks=tuple(k for _, k, _ in batch.rows),
+            full_lens=tuple(full_len for _, _, full_len in batch.rows),
             slots=tuple(seq.slot for seq in picked),
             num_blocks=tuple(len(seq.block_table) for seq in picked),
             new_blocks=tuple(batch.new_blocks),
-            is_partial=bool(picked) and picked[-1].chunk_rest > 0,
+            is_partial=batch.is_partial,
             ignored=tuple(batch.ignored),
             decode_step=self.decode_step,
             vote=ballot.rule,
@@ -202,9 +183,9 @@ class Scheduler:
             free_blocks=self.queues.blocks.num_free,
             free_slots=self.queues.slots.num_free,
             num_batched_tokens=batch.used_tokens,
-            target_ns=batch.policy.target_ns,
+            target_ns=self.policy.target_ns,
         )
-        self._take_off(Flight(plan, picked))
+        self._put_in_flight(plan, picked)
         self.decode_step = 0
         self._idle_turns = 0
         return plan
@@ -213,12 +194,12 @@ class Scheduler:
         self.step += 1
         return self.step
 
-    def _take_off(self, flight: Flight) -> None:
+    def _put_in_flight(self, plan: StepPlan, seqs: list[Sequence]) -> None:
         """Advance the sequences as if the step were done, up to what it will emit (§1.3)."""
         most = 1 + self.config.num_draft_tokens
-        for seq in flight.seqs:
+        for seq in seqs:
             seq.inflight_total += most
-        self._flights.append(flight)
+        self._in_flight.append(InFlightStep(plan, seqs))
 
     def _check_progress(self, plan: StepPlan) -> None:
         """Raise when this and every later step is an empty decode although requests wait."""
@@ -227,7 +208,7 @@ class Scheduler:
             self._idle_turns = 0
             return
         head = queues.waiting[0]
-        if queues.running or not head.schedulable:
+        if queues.running:
             return
         above = self.config.strict_upstream and queues.blocks.usage > WATERMARK
         # By the second ANY point every rank has tried to prefill with nothing in its way; but
@@ -252,7 +233,7 @@ class Scheduler:
 
         Rows of sequences that finished or were preempted meanwhile are dropped.
         """
-        return commit_step(self.queues, self._flights.popleft(), result)
+        return commit_step(self.queues, self._in_flight.popleft(), result)
 
     def unfinished(self) -> tuple[tuple[int, int], ...]:
         """Return (sequence id, output tokens so far) of every live request."""
@@ -273,12 +254,12 @@ class Scheduler:
         when the next step cannot be foretold. Asked right after `plan` was made.
         """
         config, queues = self.config, self.queues
-        batch = self._flights[-1].seqs
+        batch = self._in_flight[-1].seqs
         foretold = (
             plan.kind in (DECODE, IDLE_DECODE)
             and not config.strict_upstream
             and config.num_draft_tokens == 0
-            and len(self._flights) == (2 if config.enable_zos else 1)
+            and self.num_in_flight == (2 if config.enable_zos else 1)
         )
         if not foretold or (not batch and not queues.waiting):
             return 1, 1
@@ -295,19 +276,19 @@ class Scheduler:
         ballot and plan_decode, where `repeats` promised more than `count` steps.
         """
         self.release()
-        queues, flight = self.queues, self._flights[-1]
-        batch = flight.seqs
-        dropped = dropped_rows(self._flights[0]) if len(self._flights) > 1 else ()
+        queues, newest = self.queues, self._in_flight[-1]
+        batch = newest.seqs
+        dropped = dropped_rows(self._in_flight[0]) if self.num_in_flight > 1 else ()
         free_blocks = Growth(batch, queues).take(count)
         for seq in batch:
             seq.num_tokens += count
             seq.output_len += count
             seq.cached += count
-        if len(self._flights) > 1:
-            self._flights[0] = Flight(flight.plan, batch)
-            self._flights[0].step = self.step + count - 1
+        if self.num_in_flight > 1:
+            self._in_flight[0] = InFlightStep(newest.plan, batch)
+            self._in_flight[0].number = self.step + count - 1
         self.step += count
-        flight.step = self.step
+        newest.number = self.step
         self.decode_step += count
         return Advance(
             count=count,
@@ -319,15 +300,13 @@ class Scheduler:
         )
 
     def check_integrity(self) -> None:
-        """Assert the invariants of engine-semantics §1.5 that hold between engine steps."""
+        """Assert the invariants that hold between engine steps."""
         self.queues.check_integrity()
         rows = 1 + self.config.num_draft_tokens
         for seq in self.queues.running:
+            name, touched = seq.request.req_id, seq.cached + seq.inflight_total
             if not seq.is_finished:
-                assert seq.inflight_total in (0, rows), f"I3, I4: {seq.request.req_id!r}"
-                assert seq.capacity >= seq.cached + seq.inflight_total, (
-                    f"I8: {seq.request.req_id!r}"
-                )
-            assert seq.output_len <= seq.request.max_tokens, f"I11: {seq.request.req_id!r}"
-            touched = seq.cached + seq.inflight_total
-            assert touched <= self.config.runtime_max_model_len, f"I12: {seq.request.req_id!r}"
+                assert seq.inflight_total in (0, rows), f"{name}: {seq.inflight_total} in flight"
+                assert seq.capacity >= touched, f"{name}: rows in flight have no block"
+            assert seq.output_len <= seq.request.max_tokens, f"{name}: past max_tokens"
+            assert touched <= self.config.runtime_max_model_len, f"{name}: past the last position"

@@ -4,10 +4,20 @@ import dataclasses
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 from mdi_analysis import SLO, Distribution, inter_token_latencies, meets_slo, request_latencies
+from mdi_shared.config import SchedulerConfig
+from mdi_shared.cost.shape import TINY
 from mdi_shared.errors import ConfigError, TraceError
+from mdi_sim.simulate import simulate
+from mdi_traces import Run, generate_workload, tables
+
+
+def gaps_of(run) -> np.ndarray:
+    """Every gap, ascending."""
+    return np.repeat(*inter_token_latencies(run))
 
 
 def test_latencies_of_each_request(run):
@@ -58,20 +68,48 @@ def test_missing_column_is_named(run):
 
 def test_gaps_between_visible_tokens(run):
     # r0 shows tokens at 21, 25, 29 ms and r1 also at 33; the dropped row of r0 shows none.
-    assert sorted(inter_token_latencies(run).tolist()) == [4, 4, 4, 4, 4]
+    assert sorted(gaps_of(run).tolist()) == [4, 4, 4, 4, 4]
 
 
 def test_tokens_of_one_step_are_one_moment(run):
     items = run.items.assign(emitted=run.items["emitted"] * 3)
-    assert inter_token_latencies(run.but(items=items)).tolist() == [4] * 5
+    assert gaps_of(run.but(items=items)).tolist() == [4] * 5
+
+
+def test_steps_that_end_together_are_one_moment(run):
+    """Two steps may be seen at once, by a model that charges nothing; that is no gap of zero."""
+    steps = run.steps.copy()
+    steps.loc[2, "t_done"] = steps.loc[3, "t_done"]
+    values, counts = inter_token_latencies(run.but(steps=steps))
+    assert dict(zip(values.tolist(), counts.tolist(), strict=True)) == {4: 1, 8: 2}
 
 
 def test_gaps_do_not_depend_on_row_order(run):
     uneven = run.steps.assign(t_done=np.array([11, 21, 25, 31, 33]) * 1_000_000)
-    expected = inter_token_latencies(run.but(steps=uneven))
-    assert expected.tolist() == [4, 6, 4, 6, 2]
+    expected = gaps_of(run.but(steps=uneven))
+    assert expected.tolist() == [2, 4, 4, 6, 6]
     shuffled = run.but(steps=uneven.iloc[::-1], items=run.items.iloc[::-1])
-    assert sorted(inter_token_latencies(shuffled).tolist()) == sorted(expected.tolist())
+    assert sorted(gaps_of(shuffled).tolist()) == sorted(expected.tolist())
+
+
+def test_gaps_in_pieces_are_those_of_the_whole():
+    """A simulated run hands out its items piece by piece; drafts and preemption included."""
+    work = generate_workload("azure-conv", num_requests=40, seed=2, rate=40)
+    config = SchedulerConfig(max_num_seqs=8, num_draft_tokens=2, num_blocks=90,
+                             max_model_len=6_000)  # fmt: skip
+    found = simulate(work, scheduler=config, shape=TINY, ranks=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tables, "_PIECE_ITEMS", 100)
+        assert len(list(found.item_pieces())) > 20
+        pieces = inter_token_latencies(found)
+        assert pa.concat_tables(found.item_pieces()).equals(found.items_table)
+    whole = Run(found.steps_table, found.requests_table, found.metadata, found.items_table)
+    for each, other in zip(pieces, inter_token_latencies(whole), strict=True):
+        assert each.tolist() == other.tolist()
+    assert len(pieces[0]) < pieces[1].sum()
+    every = Distribution.of(np.repeat(*pieces))
+    counted = Distribution.of_counted(*pieces)
+    assert dataclasses.astuple(counted) == pytest.approx(dataclasses.astuple(every), rel=1e-12)
 
 
 def test_gaps_keep_ranks_apart(run):
@@ -81,23 +119,23 @@ def test_gaps_keep_ranks_apart(run):
         steps=pd.concat([second, run.steps]),
         items=pd.concat([run.items.astype({"req_id": str}), items]),
     )
-    assert sorted(inter_token_latencies(both).tolist()) == [4] * 5 + [8] * 5
+    assert sorted(gaps_of(both).tolist()) == [4] * 5 + [8] * 5
 
 
 def test_item_without_its_step_is_named(run):
     with pytest.raises(TraceError, match="row 8, column 'step': step 4 of rank 0 is not in"):
-        inter_token_latencies(run.but(steps=run.steps.iloc[:4]))
+        gaps_of(run.but(steps=run.steps.iloc[:4]))
 
 
 def test_time_running_backwards_is_refused(run):
     steps = run.steps.assign(t_done=run.steps["t_done"].to_numpy()[[0, 1, 3, 2, 4]])
     with pytest.raises(TraceError, match="column 't_done': a request's later step"):
-        inter_token_latencies(run.but(steps=steps))
+        gaps_of(run.but(steps=steps))
 
 
 def test_gaps_need_items(run):
     with pytest.raises(TraceError, match="items table: absent"):
-        inter_token_latencies(run.but(items=None))
+        gaps_of(run.but(items=None))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import pytest
 
 pytest.importorskip("torch", reason="running models needs the exec extra")
 
+from mdi_shared.run_description import RunDescription
+from mdi_traces.run import load_run
 from minideepinfer.cli import run_command
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -76,8 +78,11 @@ def test_record_check_retrace_and_replay(checkpoint, capsys, tmp_path):
     assert run_command(["retrace", str(real), "--json", "--out", str(tmp_path / "sim")]) == 0
     assert json.loads(capsys.readouterr().out)["plans"]["identical"] is True
     assert (tmp_path / "sim.requests.parquet").exists()
-    replay = ["replay", checkpoint, f"{real}.requests.parquet", "--speed", "4", "--out", str(again)]
-    assert run_command([*replay, *SMALL, "--limit", "4", "--json"]) == 0
+    replay = ["replay", checkpoint, str(real), "--speed", "4", "-o", str(again), *SMALL[:2]]
+    assert run_command([*replay, "--kv-cache-memory-gb", "0.1", "--limit", "4", "--json"]) == 0
+    found = load_run(again).metadata
+    served = RunDescription.from_metadata(found.config, found.seed).served
+    assert (served.trace, served.limit, served.speed) == (str(real), 4, 4.0)
 
 
 def test_retrace_says_when_a_decision_differs(checkpoint, capsys, tmp_path):
@@ -98,4 +103,6 @@ def test_retrace_says_when_a_decision_differs(checkpoint, capsys, tmp_path):
     forged.save(tmp_path / "forged")
     capsys.readouterr()
     assert run_command(["retrace", str(tmp_path / "forged")]) == 1
-    assert "the decisions differ" in capsys.readouterr().err
+    found = capsys.readouterr()
+    assert found.out.startswith("the decisions differ: after ")
+    assert found.err == ""

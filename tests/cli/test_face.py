@@ -1,6 +1,7 @@
 """The package as users import it: cheap, complete, and the same results as the command."""
 
 import ast
+import inspect
 import os
 import subprocess
 import sys
@@ -11,11 +12,12 @@ from pandas.testing import assert_frame_equal
 
 import minideepinfer as mdi_package
 from minideepinfer import SLO, TINY, generate_workload, load_run, simulate
+from minideepinfer.commands import VERBS
 
 NOTHING_HEAVY = """
 import sys
 import minideepinfer
-heavy = {"numpy", "pandas", "pyarrow", "matplotlib", "simpy", "rich", "typer"}
+heavy = {"numpy", "pandas", "pyarrow", "matplotlib", "simpy", "rich", "typer", "torch"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 from minideepinfer import SchedulerConfig, H200, TINY, RooflineCost, LinearCost
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
@@ -51,12 +53,40 @@ def test_the_package_has_what_it_names():
         _ = mdi_package.nope
 
 
-def test_editors_see_the_names_that_are_there():
-    """The imports under TYPE_CHECKING, __all__ and the lazy table name the same things."""
-    tree = ast.parse(Path(mdi_package.__file__).read_text(encoding="utf-8"))
-    block = next(node for node in tree.body if isinstance(node, ast.If))
-    seen = {alias.name for node in block.body for alias in node.names}
-    assert seen == set(mdi_package.__all__) == set(mdi_package._HOME)
+def test_the_stub_says_where_every_name_is():
+    """Editors, type checkers and the lazy import read the same list."""
+    tree = ast.parse(Path(mdi_package.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    seen = {alias.name: node.module for node in imports for alias in node.names}
+    assert all(alias.name == alias.asname for node in imports for alias in node.names)
+    assert seen == mdi_package._HOME
+    assert sorted(seen) == mdi_package.__all__
+
+
+def test_every_verb_has_the_help_that_the_list_shows():
+    for name, verb in VERBS.items():
+        lines = inspect.cleandoc(verb.load(name).__doc__).split("\n\n")[0]
+        assert " ".join(lines.split()) == verb.help
+
+
+LIST_VERBS = """
+import sys
+from minideepinfer.cli import run_command
+assert run_command(["--help"]) == 0
+ours = {name for name in sys.modules if name.startswith(("mdi_", "minideepinfer."))}
+assert ours <= {"minideepinfer.cli", "minideepinfer.commands", "minideepinfer.commands.screen",
+                "mdi_shared", "mdi_shared.errors"}, ours
+others = {"rich", "numpy", "pandas", "pyarrow", "torch", "simpy", "matplotlib"} & set(sys.modules)
+assert not others, others
+"""
+
+
+def test_the_list_of_verbs_imports_no_verb():
+    """`mdi --help` takes little longer than importing typer: nothing else is imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIST_VERBS], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_run_sums_itself_up(run):

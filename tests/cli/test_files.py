@@ -33,7 +33,7 @@ def spoil(path: str, kind: str, column: str, row: int, value: int) -> None:
 def test_a_sound_run_passes_every_law(mdi, run_r):
     done = mdi("check", "r")
     assert done.code == 0
-    assert "r: 13 ok, 0 skipped, 0 broken" in done.out
+    assert "r: 14 ok, 0 skipped, 0 broken" in done.out
     assert mdi("check", "r.steps.parquet").code == 0
 
 
@@ -116,7 +116,7 @@ def test_convert_changes_what_it_is_asked_to(mdi, good):
     assert load_requests("fast.csv").table["arrival_ns"].to_pylist() == [0, 1_000_000_000]
     Path("bad.csv").write_text(BAD)
     assert mdi("convert", "bad.csv", "sorted.csv", "--sort").code == 0
-    assert load_requests("sorted.csv").table["arrival_ns"].to_pylist() == [1, 5]
+    assert load_requests("sorted.csv").table["arrival_ns"].to_pylist() == [0, 4]
     Path("l.csv").write_text("num_prefill_tokens,num_decode_tokens,num_total_tokens\n9,2,11\n")
     assert "--arrivals poisson:5" in mdi("convert", "l.csv", "timed.csv").err
     assert mdi("convert", "l.csv", "timed.csv", "--arrivals", "poisson:5").code == 0
@@ -136,7 +136,7 @@ def test_a_run_compares_with_itself(mdi, run_r):
 def test_compare_finds_the_first_different_decision(mdi, run_r, small):
     mdi("simulate", *small, "--set", "max_num_batched_tokens=512", "--out", "s")
     assert mdi("compare", "r", "s").code == 0
-    done = mdi("compare", "r", "s", "--expect-identical", "--json", "--slo-ttft-ms", 100)
+    done = mdi("compare", "r", "s", "--expect-identical", "--json", "--slo", "ttft=100")
     assert done.code == 1
     assert done.err.startswith("the runs differ: identical for")
     document = json.loads(done.out)
@@ -146,13 +146,13 @@ def test_compare_finds_the_first_different_decision(mdi, run_r, small):
 
 
 def test_compare_writes_a_page_and_a_picture(mdi, fails, run_r):
-    done = mdi("compare", "r", "r", "--html", "page.html", "--png", "both.png", "--json")
+    done = mdi("compare", "r", "r", "--html", "page.html", "--plots", "p/both", "--json")
     assert done.code == 0, done.err
-    assert json.loads(done.out)["written"] == ["page.html", "both.png"]
+    assert json.loads(done.out)["written"] == ["page.html", "p/both/comparison.png"]
     assert "simulated; step times: roofline of h200" in Path("page.html").read_text()
-    assert Path("both.png").read_bytes().startswith(b"\x89PNG")
+    assert Path("p/both/comparison.png").read_bytes().startswith(b"\x89PNG")
     assert "must end in .html" in fails(2, "compare", "r", "r", "--html", "page.txt")
-    assert "there is no folder no" in fails(2, "compare", "r", "r", "--png", "no/both.png")
+    assert "is a file" in fails(2, "compare", "r", "r", "--plots", "page.html")
 
 
 def test_workloads_are_listed_with_source_and_tolerance(mdi):

@@ -1,12 +1,17 @@
 """`mdi simulate`: what it prints, writes and takes from files."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from mdi_shared.config import SchedulerConfig
+from mdi_shared.cost.hardware import H200
 from mdi_shared.cost.shape import TINY
+from mdi_shared.describe_run import describe_run
+from mdi_shared.run_description import RunDescription
+from mdi_shared.served import Served
 from minideepinfer import load_run
 
 CONFIG = """
@@ -39,7 +44,7 @@ def test_the_summary_counts_outcomes_and_says_what_it_rests_on(mdi, small):
 
 
 def test_json_is_one_document_and_nothing_else(mdi, small):
-    done = mdi("simulate", *small, "--json", "--out", "r", "--slo-ttft-ms", 1000, "--until", 1.5)
+    done = mdi("simulate", *small, "--json", "--out", "r", "--slo", "ttft=1000", "--until", 1.5)
     document = json.loads(done.out)
     counts = document["summary"]["requests"]
     assert counts["completed"] + counts["unfinished"] == counts["total"]
@@ -53,12 +58,73 @@ def test_json_is_one_document_and_nothing_else(mdi, small):
     assert [Path(p).exists() for p in document["written"]] == [True] * 3
 
 
-def test_weights_that_do_not_fit_are_told(mdi):
+def test_by_default_the_model_fits(mdi):
+    """The fewest ranks that hold it, and the KV pool that memory leaves; said in the first line."""
     options = ("simulate", "--workload", "azure-conv", "-n", 3)
+    for hardware, ranks in (("h200", 6), ("b300", 2)):
+        done = mdi(*options, "--hardware", hardware)
+        first = done.out.splitlines()[0]
+        assert first.startswith(f"assumed: {ranks} ranks, the fewest {hardware} that hold v41-")
+        assert "KV blocks a rank" in first
+        assert "as if they fitted" not in done.out
     note = "note: v41-flash with ep 1 needs 501 GB of weights"
-    assert note in mdi(*options).out
-    assert "predicted as if they fitted" in mdi(*options, "--hardware", "b200").out
-    assert "predicted as if" not in mdi(*options, "--ep", 8).out
+    assert note in mdi(*options, "--ranks", 1).out
+    assert "as if they fitted" not in mdi(*options, "--ep", 8).out
+    scheduler = json.loads(mdi(*options, "--gpu-memory-utilization", 0.6, "--json").out)
+    assert scheduler["config"]["ranks"] == 8
+    more = json.loads(mdi(*options, "--ranks", 8, "--set", "gpu_memory_utilization=0.8",
+                          "--json").out)["config"]["scheduler"]["num_blocks"]  # fmt: skip
+    assert more > scheduler["config"]["scheduler"]["num_blocks"]
+
+
+def test_hardware_from_a_file(mdi, fails, small):
+    peaks = {**asdict(H200), "name": "mine", "hbm_bytes": 600_000_000_000}
+    Path("mine.json").write_text(json.dumps(peaks))
+    done = mdi("simulate", "--workload", "azure-conv", "-n", 3, "--hardware", "mine.json",
+               "--out", "r")  # fmt: skip
+    assert "assumed: 1 rank, the fewest mine that hold v41-flash" in done.out
+    assert "roofline of mine (ep 1)" in done.out
+    assert load_run("r").metadata.config["cost"]["peaks"] == peaks
+    Path("mine.json").write_text(json.dumps({**peaks, "hbm_bytes_per_s": 0}))
+    assert "mine.json: hbm_bytes_per_s = 0: must be a finite number above 0" in fails(
+        2, "simulate", *small, "--hardware", "mine.json"
+    )
+    Path("mine.json").write_text(json.dumps({**peaks, "tdp": 700}))
+    assert "mine.json.tdp = 700: unknown" in fails(2, "simulate", *small, "--hardware", "mine.json")
+
+
+def test_a_fitted_model_of_the_package_goes_by_its_name(mdi):
+    done = mdi("simulate", "--workload", "azure-conv", "-n", 3, "--cost", "h200-flash-slice")
+    assert done.code == 0, done.err
+    assert "fitted linear model, held-out error: prefill" in done.out
+    assert done.out.startswith("assumed: 1 rank, the fewest h200 that hold flash-slice")
+
+
+def test_the_description_stands_in_the_trace(mdi, small):
+    mdi("simulate", *small, "--out", "r", "--placement", "least_kv", "--until", 50)
+    found = load_run("r").metadata
+    run = RunDescription.from_metadata(found.config, found.seed)
+    assert run.served == Served(workload="azure-conv", requests=20)
+    assert (run.placement, run.until_s, run.seed) == ("least_kv", 50.0, 3)
+    again = describe_run(served=run.served, shape="tiny", placement="least_kv", until_s=50.0,
+                         seed=3)  # fmt: skip
+    assert again.to_json() == run.to_json()
+
+
+def test_an_argument_overrides_the_workload_of_a_file(mdi):
+    mdi("generate-workload", "azure-conv", "w.parquet", "-n", 4)
+    Path("c.toml").write_text(CONFIG)
+    for source, total in (("w.parquet", 4), (("--workload", "azure-code", "-n", 3), 3)):
+        given = (source,) if isinstance(source, str) else source
+        done = mdi("simulate", *given, "--config", "c.toml", "--json")
+        assert json.loads(done.out)["summary"]["requests"]["total"] == total
+
+
+def test_a_run_is_served_again_by_its_prefix(mdi, run_r):
+    done = mdi("simulate", "r", "--model", "tiny", "--max-prompt", 30, "--out", "new/deep/s")
+    assert done.code == 0, done.err
+    assert load_run("new/deep/s").requests["prompt_len"].max() == 30
+    assert len(load_run("new/deep/s").requests) == 20
 
 
 def test_equal_seeds_give_equal_files(mdi, small):

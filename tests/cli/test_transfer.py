@@ -59,7 +59,7 @@ def test_a_prediction_is_checked_on_recorded_runs(mdi):
 
 
 def test_what_cannot_be_asked_for(mdi, fails, predicted):
-    assert "must be one of h200, b200" in fails(2, "transfer", SLICE, "--hardware", "a100",
+    assert "must be one of h100, h200, b200" in fails(2, "transfer", SLICE, "--hardware", "a100",
                                                 "-o", "q.json")  # fmt: skip
     assert "must be one of v41-flash, tiny" in fails(2, "transfer", SLICE, "--model", "v3",
                                                      "-o", "q.json")  # fmt: skip

@@ -13,10 +13,10 @@ FEW = ("--workload", "azure-conv", "-n", 25, "--cost", MODEL, "--trials", 6, "--
 
 
 def test_tables_and_plot(mdi):
-    done = mdi("tune", *FEW, "--for", "throughput", "--plot", "p.png")
+    done = mdi("tune", *FEW, "--for", "throughput", "--plots", "p")
     assert done.code == 0, done.err
-    assert done.err == "drew p.png\n"
-    assert Path("p.png").read_bytes().startswith(b"\x89PNG")
+    assert done.err == "drew p\n"
+    assert Path("p/tuning.png").read_bytes().startswith(b"\x89PNG")
     text = " ".join(done.out.split())
     assert "6 settings tried" in text
     assert "as given" in text
@@ -103,9 +103,8 @@ def test_interrupted_it_shows_what_it_has(mdi, monkeypatch):
         (("--slo", "tpot=-1"), "tpot_ms = -1.0"),
         (("--for", "throughput", "--jobs", "0"), "jobs = 0: must be at least 1"),
         (("--for", "throughput", "--trials", "0"), "trials = 0: must be at least 1"),
-        (("--for", "throughput", "--plot", "p.pdf"), "plot = 'p.pdf': must end in .png"),
-        (("--for", "throughput", "--plot", "no/p.png"), "there is no folder no"),
-        (("--for", "throughput", "--cost", "no.json"), "no such file"),
+        (("--for", "throughput", "--plot", "p.png"), "--plot; it is --plots FOLDER"),
+        (("--for", "throughput", "--cost", "no.json"), "cost model = 'no.json': cannot be read"),
     ],
 )  # fmt: skip
 def test_what_it_refuses(fails, small, options, text):
@@ -114,7 +113,7 @@ def test_what_it_refuses(fails, small, options, text):
 
 def test_a_cost_target_without_a_setting_follows_the_slo(mdi, small):
     """As `mdi simulate` says: a prefill step is one gap between two tokens."""
-    policy = ("--set", "chunk_policy=cost_target", "--slo-tpot-ms", 40, "--json")
+    policy = ("--set", "chunk_policy=cost_target", "--slo", "tpot=40", "--json")
     done = mdi("simulate", *small, *policy)
     assert done.code == 0, done.err
     assert json.loads(done.out)["config"]["scheduler"]["slo_itl_ms"] == 40.0

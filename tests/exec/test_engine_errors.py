@@ -152,7 +152,7 @@ def test_an_id_in_use(llm):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_sequences": 3}, "max_sequences = 3: unknown option; known: balance_target, "),
+        ({"max_sequences": 3}, "max_sequences = 3: unknown option; known: block_size, "),
         ({"num_blocks": 5, "kv_cache_memory_gb": 0.1},
          "num_blocks = 5: contradicts kv_cache_memory_gb; give one of them"),
         ({"gpu_memory_utilization": 0.5, "kv_cache_memory_gb": 0.1},

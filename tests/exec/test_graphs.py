@@ -13,7 +13,7 @@ from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.errors import NumericsError
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.numerics import Numerics
-from mdi_shared.cost.graph_sizes import SIZES, graph_sizes
+from mdi_shared.cost.step_cost import GRAPH_SIZES, graph_sizes
 from mdi_shared.errors import ConfigError
 from tests.exec.engines import CHECKPOINT, SMALL
 
@@ -73,8 +73,8 @@ def serve(params=PARAMS, prompts=PROMPTS, **options):
 def test_sizes_end_at_the_seats():
     assert graph_sizes(1) == (1,)
     assert graph_sizes(20) == (1, 2, 4, 8, 16, 20)
-    assert graph_sizes(256) == SIZES
-    assert graph_sizes(500) == (*SIZES, 320, 384, 448, 500)
+    assert graph_sizes(256) == GRAPH_SIZES
+    assert graph_sizes(500) == (*GRAPH_SIZES, 320, 384, 448, 500)
 
 
 @pytest.mark.parametrize("numerics", list(Numerics), ids=lambda mode: mode.value)

@@ -7,12 +7,10 @@ launched step is logged with the state it left behind.
 from collections import deque
 from dataclasses import dataclass, field
 
-from mdi_shared.balance import best_share
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.loop import (
     AwaitArrival,
     AwaitStep,
-    Balance,
     Launch,
     News,
     Poll,
@@ -110,7 +108,7 @@ class ScriptedRank:
         self.early: list[Report] = []  # reports that belong to no step, like a flush's
         self.loop = serve(self.scheduler, num_ranks=num_ranks)
         self.in_group = num_ranks > 1
-        self.pending: Vote | Balance | AwaitArrival | None = None
+        self.pending: Vote | AwaitArrival | None = None
         self.done = False
         self.answer = None
 
@@ -122,9 +120,7 @@ class ScriptedRank:
             except StopIteration:
                 self.done = True
                 return
-            if isinstance(effect, Vote | Balance) or (
-                isinstance(effect, AwaitArrival) and self.in_group
-            ):
+            if isinstance(effect, Vote) or (isinstance(effect, AwaitArrival) and self.in_group):
                 self.pending = effect
                 return
             self.answer = self._answer(effect, max_steps)
@@ -270,8 +266,6 @@ def _meet(ranks: list[ScriptedRank]) -> None:
     if kinds == {AwaitArrival}:
         awake = [rank.wake() for rank in ranks]
         answer = any(awake)
-    elif kinds == {Balance}:
-        answer = best_share([rank.pending.offer for rank in ranks])
     else:
         votes = [rank.pending for rank in ranks]
         assert len({vote.topic for vote in votes}) == 1, "ranks vote on different things"

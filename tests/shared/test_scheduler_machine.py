@@ -53,7 +53,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.has_unfinished() or self.flights)
     @rule(data=st.data())
     def turn(self, data):
-        """One turn of the loop, prefill if it can be had and the dice say so."""
+        """One turn of the loop, prefill if it can be had and is drawn."""
         plan = self.plan(data.draw(st.booleans()))
         for ending in plan.ignored:
             if ending.reason != "abort":

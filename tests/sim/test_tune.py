@@ -11,6 +11,7 @@ from mdi_shared.cost.linear import PREFILL_TERMS, DecodeTerms, LinearCost, Prefi
 from mdi_shared.cost.shape import TINY
 from mdi_shared.cost.step_cost import HostCost
 from mdi_shared.cost.work import decode_work, prefill_work
+from mdi_shared.describe_run import describe_run
 from mdi_shared.errors import ConfigError, DeadlockError, MiniDeepInferError
 from mdi_sim.search import tune as tune_module
 from mdi_sim.search.model_error import ModelError, held_out_error, unfit_kinds
@@ -153,9 +154,11 @@ class Interrupting:
 
 def test_a_model_unfit_for_control_gets_no_cost_targets_and_a_note():
     unfit = model(step_ms=20.0, error=0.3, usable=False)
-    grid = coarse_grid(BASE, TINY, unfit, 1_000)
+    grid = coarse_grid(describe_run(scheduler=BASE, shape=TINY, cost=unfit), 1_000)
     assert {config.chunk_policy for config in grid} == {"token_budget"}
-    fit_grid = coarse_grid(BASE, TINY, model(step_ms=20.0), 1_000)
+    fit_grid = coarse_grid(
+        describe_run(scheduler=BASE, shape=TINY, cost=model(step_ms=20.0)), 1_000
+    )
     assert {c.prefill_target_ms for c in fit_grid} == {None, 20.1, 20.3, 20.5}
     found = tune(work(6), cost=unfit, shape=TINY, scheduler=BASE, trials=4)
     assert unfit_kinds(unfit) == ("prefill", "decode")
@@ -163,7 +166,7 @@ def test_a_model_unfit_for_control_gets_no_cost_targets_and_a_note():
 
 
 def test_settings_stay_within_what_the_default_allows():
-    for config in coarse_grid(BASE, TINY, model(), 1_000):
+    for config in coarse_grid(describe_run(scheduler=BASE, shape=TINY, cost=model()), 1_000):
         assert config.max_num_seqs <= BASE.max_num_seqs
         assert config.max_num_batched_tokens <= 4 * BASE.max_num_batched_tokens
         assert config.max_num_batched_tokens >= config.max_num_seqs

@@ -8,7 +8,7 @@ Read next: `schema.py` (columns), `check.py` (is the run sound?), docs/trace-for
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +32,9 @@ class Run:
     """Steps, step items and requests of one run, with the metadata they share.
 
     `items` may be None (not recorded) or a function without arguments that makes the table when
-    it is first asked for.
+    it is first asked for. `content` is the `content_hash` that a run was saved with. `pieces`
+    makes the same rows as `items`, piece by piece and each time anew: what reads them once needs no
+    memory for all of them.
     """
 
     def __init__(
@@ -41,16 +43,32 @@ class Run:
         requests: pa.Table,
         metadata: Metadata,
         items: pa.Table | Callable[[], pa.Table] | None = None,
+        content: str | None = None,
+        pieces: Callable[[], Iterable[pa.Table]] | None = None,
     ) -> None:
         self.steps_table = steps
         self.requests_table = requests
         self.metadata = metadata
+        self.content = content
         self._items = items
+        self._pieces = pieces
 
     @cached_property
     def items_table(self) -> pa.Table | None:
         """The item table, made or read now if it was not before; None when not recorded."""
         return self._items() if callable(self._items) else self._items
+
+    def item_pieces(self) -> Iterator[pa.Table]:
+        """Yield the item table in pieces, in order of rank and step; nothing when not recorded."""
+        if self._pieces is not None and "items_table" not in self.__dict__:
+            yield from self._pieces()
+        elif self.items_table is not None:
+            yield self.items_table
+
+    @property
+    def has_items(self) -> bool:
+        """Say whether items were recorded, without making or reading them."""
+        return self._items is not None
 
     @cached_property
     def steps(self) -> "pd.DataFrame":
@@ -73,7 +91,7 @@ class Run:
         Returns the paths written. `items=False`, or a run without items, leaves the first out
         (and removes one of an earlier run of this name). Raises `TraceError`.
         """
-        base, content = run_prefix(prefix), self._content()
+        base, content = run_prefix(prefix), self.content_hash()
         tables = {ITEMS: self.items_table if items else None, STEPS: self.steps_table,
                   REQUESTS: self.requests_table}  # fmt: skip
         written = []
@@ -86,7 +104,7 @@ class Run:
             written.append(path)
         return written
 
-    def _content(self) -> str:
+    def content_hash(self) -> str:
         """Return a hash by which the files of this run know each other; equal runs, equal hash.
 
         Runs of equal options have equal metadata: what happened when tells them apart.
@@ -119,7 +137,7 @@ def load_run(path: str | os.PathLike[str]) -> Run:
             raise TraceError(path, "and the requests file belong to different runs: saving one "
                              "over the other was interrupted; save the run again")  # fmt: skip
     items = (lambda: _read_matching(items_path, ITEMS, metadata)) if recorded else None
-    return Run(steps, requests, metadata, items)
+    return Run(steps, requests, metadata, items, content)
 
 
 def run_prefix(path: str | os.PathLike[str]) -> str:

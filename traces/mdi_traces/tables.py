@@ -6,7 +6,7 @@ its time limit) are left out.
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -28,6 +28,7 @@ from mdi_traces.run import Run
 from mdi_traces.schema import ITEM_SCHEMA, STEP_SCHEMA, STEPS, Metadata
 
 _MS = 1e6  # ns in a millisecond
+_PIECE_ITEMS = 1 << 16  # rows of an item table made at a time
 _NAN = float("nan")
 
 
@@ -55,11 +56,20 @@ def build_run(
     pools = [recorder.final_pool for recorder in recorders]
     left = {name: [pool[i] for pool in pools if pool] for i, name in enumerate(rec.POOL_FIELDS)}
     metadata = replace(metadata, table=STEPS, config={**metadata.config, "left_free": left})
+
+    def pieces() -> Iterator[pa.Table]:
+        """Item tables are large and often not wanted: they are made when asked for."""
+        names = texts(trace.table["req_id"].to_pylist())
+        for rank in ranks:
+            for first, stop in rank.portions():
+                yield _item_table(rank, names, run_id, first, stop)
+
     return Run(
         steps=steps,
         requests=requests,
         metadata=metadata,
-        items=_later(ranks, trace, run_id),
+        items=lambda: pa.concat_tables(pieces()),
+        pieces=pieces,
     )
 
 
@@ -85,6 +95,16 @@ class _Rank:
         rows = np.arange(self.rows)
         self.batch_of = np.searchsorted(self.batch["row"], rows, side="right") - 1
         self.shift = rows - self.batch["row"][self.batch_of]
+
+    def portions(self) -> Iterator[tuple[int, int]]:
+        """Yield ranges of step rows that have about `_PIECE_ITEMS` items each."""
+        ends = np.cumsum(self.batch["n_items"][self.batch_of])
+        first = 0
+        while first < self.rows:
+            before = int(ends[first - 1]) if first else 0
+            stop = int(np.searchsorted(ends, before + _PIECE_ITEMS, side="right"))
+            yield first, max(stop, first + 1)
+            first = max(stop, first + 1)
 
     def per_step(self, name: str, *, first_only: bool = False) -> Ints:
         """A batch field for each step; with `first_only`, 0 where the batch is a repetition."""
@@ -186,22 +206,15 @@ def _votes(decode_step: Ints, config: SchedulerConfig) -> Ints:
     return np.array([code(int(step)) for step in distinct], dtype=np.int64)[where]
 
 
-def _later(ranks: Sequence[_Rank], trace: RequestTrace, run_id: str) -> Callable[[], pa.Table]:
-    """Item tables are large and often not wanted; make them when asked for."""
-    return lambda: pa.concat_tables(
-        [_item_table(rank, trace.table["req_id"].to_pylist(), run_id) for rank in ranks]
-    )
-
-
-def _item_table(rank: _Rank, req_ids: list[str], run_id: str) -> pa.Table:
-    items = _items(rank, [log.row for log in rank.requests])
+def _item_table(rank: _Rank, req_ids: pa.Array, run_id: str, first: int, stop: int) -> pa.Table:
+    items = _items(rank, [log.row for log in rank.requests], first, stop)
     count = len(items["q"])
     values: dict[str, Any] = {
         **items,
-        "run_id": _labels(np.zeros(count, dtype=np.int64), [run_id]),
+        "run_id": _labels(np.zeros(count, dtype=np.int32), [run_id]),
         "step": (rank.per_step("step") + rank.shift)[items["step_row"]],
         "rank": rank.rank,
-        "req_id": _labels(items["req_row"], req_ids),
+        "req_id": pa.DictionaryArray.from_arrays(numbers(items["req_row"], pa.int32()), req_ids),
         "cached": items["k"] - items["q"],
         "is_last_chunk": flags(items["is_last_chunk"]),
         "dropped": flags(items["dropped"]),
@@ -209,21 +222,32 @@ def _item_table(rank: _Rank, req_ids: list[str], run_id: str) -> pa.Table:
     return _table(values, ITEM_SCHEMA, count)
 
 
-def _items(rank: _Rank, row_of_seq: list[int]) -> dict[str, NDArray[Any]]:
-    """Spread batches into one entry per sequence and step; `step_row` indexes the step table."""
+def _items(
+    rank: _Rank, row_of_seq: list[int], first: int = 0, stop: int | None = None
+) -> dict[str, NDArray[Any]]:
+    """Spread the batches of steps `first` up to `stop` into one entry per sequence and step.
+
+    `step_row` indexes the step table.
+    """
     sizes = rank.batch["n_items"].astype(np.int32)
-    per_row = sizes[rank.batch_of]
-    step_row = np.repeat(np.arange(rank.rows, dtype=np.int32), per_row)
+    batch_of = rank.batch_of[first:stop]
+    per_row = sizes[batch_of]
+    local_row = np.repeat(np.arange(len(per_row), dtype=np.int32), per_row)
     first_item = np.cumsum(per_row) - per_row
-    index = np.arange(int(per_row.sum()), dtype=np.int32) - first_item.astype(np.int32)[step_row]
+    index = np.arange(int(per_row.sum()), dtype=np.int32) - first_item.astype(np.int32)[local_row]
     batch_start = ((np.cumsum(sizes) - sizes) * len(rec.ITEM_FIELDS)).astype(np.int32)
-    at = batch_start[rank.batch_of][step_row] + index
-    size = per_row[step_row]
+    at = batch_start[batch_of][local_row] + index
+    size = per_row[local_row]
+    step_row = local_row + np.int32(first)
     seq, q, k = (rank.items[at + i * size] for i in range(len(rec.ITEM_FIELDS)))
     dropped = np.zeros(len(seq), dtype=bool)
     accepted = np.zeros(len(seq), dtype=np.int32)
-    dropped[first_item[rank.dropped[:, 0]] + rank.dropped[:, 1]] = True
-    accepted[first_item[rank.accepted[:, 0]] + rank.accepted[:, 1]] = rank.accepted[:, 2]
+    late, drafts = (
+        marks[(marks[:, 0] >= first) & (marks[:, 0] < first + len(per_row))]
+        for marks in (rank.dropped, rank.accepted)
+    )
+    dropped[first_item[late[:, 0] - first] + late[:, 1]] = True
+    accepted[first_item[drafts[:, 0] - first] + drafts[:, 1]] = drafts[:, 2]
     goes_on = (rank.per_step("n_chunked") == 1)[step_row] & (index == size - 1)
     return {
         "step_row": step_row,

@@ -29,7 +29,6 @@ from mdi_shared.loop import (
     Answer,
     AwaitArrival,
     AwaitStep,
-    Balance,
     Effect,
     Launch,
     News,
@@ -287,15 +286,11 @@ class LLMEngine:
         if isinstance(effect, Report):
             self._report(effect)
             return None
-        assert isinstance(effect, Vote | Balance), effect
+        assert isinstance(effect, Vote), effect
         before_ns = time.monotonic_ns()
-        agreed: Answer
-        if isinstance(effect, Vote):
-            agreed = self.group.vote(effect)
-        else:
-            agreed = self.group.balance(effect.offer)
+        verdict = self.group.vote(effect)
         self._waited_ns += time.monotonic_ns() - before_ns
-        return agreed
+        return verdict
 
     def _is_woken(self) -> bool:
         """Say whether any rank has news; an idle group that expects some naps a little first."""

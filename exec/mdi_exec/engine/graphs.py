@@ -23,7 +23,7 @@ from mdi_exec.engine.step_program import Forwarded, Results, StepProgram
 from mdi_exec.model.batch import BLOCK_TOKENS
 from mdi_exec.model.staging import Packing, Staging
 from mdi_exec.ops.sampler import SamplingNeeds
-from mdi_shared.cost.graph_sizes import graph_sizes
+from mdi_shared.cost.step_cost import graph_sizes
 
 T = TypeVar("T")
 

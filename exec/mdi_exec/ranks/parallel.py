@@ -23,7 +23,6 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from mdi_exec.errors import GroupError
 from mdi_exec.ranks.collectives import Collectives
-from mdi_shared.balance import SHARES, Offer, best_share
 from mdi_shared.errors import ConfigError
 from mdi_shared.loop import Vote
 from mdi_shared.vote import ALL, ANY, NONE, decide
@@ -64,11 +63,6 @@ class RankGroup:
             f"ranks vote on different things: {ballots}"
         )
         return decide(vote.ballot.rule, [bool(ballot[2]) for ballot in ballots])
-
-    def balance(self, offer: Offer) -> int:
-        """Return the share of the target step time that suits the ranks' offers best."""
-        offers = self.gather((*offer.tokens, *offer.step_ns))
-        return best_share([Offer(each[:SHARES], each[SHARES:]) for each in offers])
 
     def arrivals(self, known: int) -> int:
         """Return what the rank that knows most has heard of: NOTHING_COMES to HAS_COME.

@@ -94,9 +94,10 @@ class GroupCost:
 def assumed_group_cost(hardware: Hardware, shape: ModelShape, ranks: int) -> GroupCost:
     """Return an exchange that nobody has measured, for a model fitted on a single rank.
 
-    The least bytes a row exchanges (`traffic.py`) over the assumed share of the link's rate, the
-    roofline's fixed time once more for each layer, and a rank's own part as it is with all experts.
-    Bounded replay sends less. Raises `ConfigError` when `ranks` does not divide the experts.
+    A row takes as long as the fewest bytes it exchanges (`traffic.py`) take at the assumed share of
+    the link's rate; bounded replay would send less. Each layer adds the roofline's fixed time. A
+    rank's own part stays what a rank with all experts takes. Raises `ConfigError` when `ranks` does
+    not divide the experts.
     """
     share = Efficiencies()
     row_bytes = step_bytes(shape, prefill_work(shape, [(1, 1, 1)]), ranks).exchange

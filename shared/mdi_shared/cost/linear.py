@@ -182,8 +182,8 @@ class LinearCost:
         Without such a step (bounded replay was off) the two could not be told apart: what the rows
         that are left out save is not known, though their number lies within the range.
         """
-        found = self.fit.get("prefill")
-        dropped = found.get("dropped", {}) if isinstance(found, Mapping) else {}
+        fit = self.fit.get("prefill")
+        dropped = fit.get("dropped", {}) if isinstance(fit, Mapping) else {}
         return "consumer_rows" not in dropped
 
     def in_range(self, work: StepWork) -> bool:

@@ -5,14 +5,14 @@ prefill and one for decode steps. It is a prediction: no error of it is known be
 measured. The efficiencies are found elsewhere (`mdi_sim/fit/transfer.py`); here they are only used,
 written and read.
 
-Read next: `roofline.py` (the times), `files.py` (either kind of model from a file).
+Read next: `roofline.py` (the times), `linear.py` (a fitted model).
 """
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from mdi_shared.cost.hardware import Hardware, hardware_by_name
+from mdi_shared.cost.hardware import HARDWARE, Hardware, hardware_from_json
 from mdi_shared.cost.linear import UNITS, host_from_json
 from mdi_shared.cost.roofline import Efficiencies, RooflineCost
 from mdi_shared.cost.shape import ModelShape, shape_from_mapping
@@ -65,11 +65,13 @@ class PredictedCost:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain dicts, lists and numbers; `from_json` inverts it."""
+        known = HARDWARE.get(self.hardware.name) == self.hardware
         return {
             "kind": KIND,
             "schema_version": SCHEMA_VERSION,
             "units": UNITS,
             "hardware": self.hardware.name,
+            **({} if known else {"peaks": asdict(self.hardware)}),
             "ep": self.ep,
             "shape": {name: list(value) if isinstance(value, tuple) else value
                       for name, value in asdict(self.shape).items()},
@@ -87,7 +89,7 @@ class PredictedCost:
         """
         names = ("kind", "schema_version", "units", "hardware", "ep", "shape", "efficiencies",
                  "host", "basis")  # fmt: skip
-        own = require_object("cost model", data, names)
+        own = require_object("cost model", data, names, optional=("peaks",))
         for name, expected in (("kind", KIND), ("schema_version", SCHEMA_VERSION),
                                ("units", UNITS)):  # fmt: skip
             if own[name] != expected:
@@ -96,7 +98,7 @@ class PredictedCost:
             raise ConfigError("ep", own["ep"], "must be an int")
         kinds = require_object("efficiencies", own["efficiencies"], ("prefill", "decode"))
         return cls(
-            hardware=hardware_by_name(str(own["hardware"])),
+            hardware=hardware_from_json(own.get("peaks", own["hardware"])),
             shape=shape_from_mapping(require_mapping("shape", own["shape"])),
             ep=own["ep"],
             prefill=_efficiencies("efficiencies.prefill", kinds["prefill"]),
@@ -108,9 +110,9 @@ class PredictedCost:
 
 def _efficiencies(where: str, data: object) -> Efficiencies:
     names = tuple(f.name for f in fields(Efficiencies))
-    found = require_object(where, data, names)
-    for name, value in found.items():
+    stated = require_object(where, data, names)
+    for name, value in stated.items():
         may_be_absent = name == "tensor_bf16" and value is None
         if (isinstance(value, bool) or not isinstance(value, int | float)) and not may_be_absent:
             raise ConfigError(f"{where}.{name}", value, "must be a number")
-    return Efficiencies(**found)
+    return Efficiencies(**stated)

@@ -9,7 +9,7 @@ Read next: `traffic.py` (what is counted), `step_cost.py` (the protocol), `linea
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from mdi_shared.cost.hardware import Hardware
+from mdi_shared.cost.hardware import HARDWARE, Hardware
 from mdi_shared.cost.shape import ModelShape
 from mdi_shared.cost.step_cost import HostCost
 from mdi_shared.cost.traffic import ByComponent, step_bytes, step_flops
@@ -149,10 +149,15 @@ class RooflineCost:
         return parts
 
     def describe(self) -> dict[str, Any]:
-        """Return hardware, efficiencies and host times: assumptions, no calibration."""
+        """Return hardware, efficiencies and host times: assumptions, no calibration.
+
+        `peaks` are the rates of hardware that is not one of ours.
+        """
+        known = HARDWARE.get(self.hardware.name) == self.hardware
         return {
             "kind": "roofline",
             "hardware": self.hardware.name,
+            **({} if known else {"peaks": asdict(self.hardware)}),
             "ep": self.ep,
             "efficiencies": asdict(self.efficiencies),
             "host": asdict(self.host),

@@ -1,6 +1,6 @@
 """What a step-time model's own error does to a simulated result: simulate it slower and faster.
 
-A cost model states the mean error of its step times on shapes it was not fitted to. If it were off
+A cost model states the mean error of its step times held out (docs/calibration.md). If it were off
 by that much in every step of a kind, how would the run come out? Only device times scale; the host
 has no such figure. The chunk policy goes on believing the model, as it would in an engine.
 
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mdi_shared.cost.group import GroupCost
 from mdi_shared.cost.linear import LinearCost
 from mdi_shared.cost.step_cost import HostCost, StepCost
 from mdi_shared.cost.work import StepWork
@@ -20,7 +21,7 @@ PREFILL, DECODE = "prefill", "decode"
 
 @dataclass(frozen=True, slots=True)
 class ModelError:
-    """Mean relative error of single step times on held-out shapes, by kind of step."""
+    """Mean relative error of single step times held out, by kind of step."""
 
     prefill: float
     decode: float
@@ -42,6 +43,11 @@ class ScaledCost:
     @property
     def host(self) -> HostCost:
         return self.cost.host
+
+    @property
+    def group(self) -> GroupCost | None:
+        """What exchanging rows adds, as `cost` has it: its error is not known apart."""
+        return getattr(self.cost, "group", None)
 
     def device_ns(self, work: StepWork) -> int:
         scaled = self.cost.device_ns(work) * (self.prefill if work.is_prefill else self.decode)

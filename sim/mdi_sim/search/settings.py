@@ -14,10 +14,9 @@ from typing import Any
 
 from mdi_shared.chunking import why_not_control
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.cost.shape import ModelShape
-from mdi_shared.cost.step_cost import StepCost
 from mdi_shared.cost.work import prefill_work
 from mdi_shared.errors import ConfigError
+from mdi_shared.run_description import RunDescription
 
 BUDGET_STEP = 128  # tokens: budgets are multiples of it
 BUDGET_FACTORS = (1 / 16, 1 / 4, 1, 4)  # of the default budget
@@ -28,21 +27,20 @@ DEFAULT_TRIALS = 64  # settings of one tuning
 MOST_BUDGET_FACTOR = 4  # a longer step needs more workspace than the default was chosen for
 
 
-def coarse_grid(
-    base: SchedulerConfig, shape: ModelShape, cost: StepCost, mean_context: int
-) -> list[SchedulerConfig]:
-    """Return valid settings that differ widely, `base` not among them.
+def coarse_grid(run: RunDescription, mean_context: int) -> list[SchedulerConfig]:
+    """Return valid settings that differ widely, the run's own not among them.
 
     Target step times are what chunks of some sizes take in the middle of a prompt of
     `mean_context` tokens (§7.3, iii); there are none where the model is not fit for control.
     """
+    base, cost = run.scheduler, run.step_cost
     budget = base.token_budget
     chunks: list[dict[str, Any]] = [_budget(base, budget * f) for f in BUDGET_FACTORS]
     if why_not_control(cost) is None and base.chunked_prefill:
         for factor in TARGET_FACTORS:
             tokens = _rounded(budget * factor)
             row = (tokens, mean_context + tokens, mean_context + 2 * tokens)
-            ns = cost.device_ns(prefill_work(shape, [row]))
+            ns = cost.device_ns(prefill_work(run.shape, [row]))
             chunks.append(_target(base, budget, ns / 1e6))
     intervals = dict.fromkeys((*INTERVALS, base.prefill_attempt_interval))
     seats = dict.fromkeys(max(int(base.max_num_seqs * f), 1) for f in SEAT_FACTORS)
@@ -84,7 +82,7 @@ def changes_of(base: SchedulerConfig, setting: SchedulerConfig) -> dict[str, Any
 
 def _budget(base: SchedulerConfig, tokens: float) -> dict[str, Any]:
     return {"chunk_policy": "token_budget", "prefill_target_ms": None, "slo_itl_ms": None,
-            "balance_target": False, **_tokens(base, _rounded(tokens))}  # fmt: skip
+            **_tokens(base, _rounded(tokens))}  # fmt: skip
 
 
 def _target(base: SchedulerConfig, budget: int, ms: float) -> dict[str, Any]:

@@ -10,15 +10,13 @@ Read next: `settings.py` (what is tried), `model_error.py` (the error bars), doc
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Unpack
 
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.cost.hardware import H200
-from mdi_shared.cost.roofline import RooflineCost
-from mdi_shared.cost.shape import V41_FLASH, ModelShape
-from mdi_shared.cost.step_cost import StepCost
+from mdi_shared.describe_run import RunOptions, describe_run
 from mdi_shared.errors import ConfigError, DeadlockError, MiniDeepInferError
-from mdi_shared.placement import Placement
+from mdi_shared.run_description import RunDescription
 from mdi_sim.search.model_error import held_out_error, unfit_kinds
 from mdi_sim.search.settings import DEFAULT_TRIALS, changes_of, coarse_grid, mean_of, neighbours
 from mdi_sim.search.tuning import OBJECTIVES, THROUGHPUT, Measured, Range, Trial, Tuning, merit
@@ -33,28 +31,22 @@ STEP_FACTORS = (2.0, 2.0**0.5)
 
 def tune(
     trace: RequestTrace,
+    description: RunDescription | None = None,
     *,
     measure: Callable[[Run], Measured],
     objective: str = THROUGHPUT,
-    scheduler: SchedulerConfig | None = None,
-    cost: StepCost | None = None,
-    shape: ModelShape = V41_FLASH,
-    ranks: int = 1,
-    placement: Placement | None = None,
-    seed: int = 0,
-    draft_accept_rate: float = 0.7,
-    until_s: float | None = None,
     jobs: int = 1,
     trials: int = DEFAULT_TRIALS,
     on_trial: Callable[[int], None] | None = None,
+    **options: Unpack[RunOptions],
 ) -> Tuning:
-    """Search the settings that serve `trace` best, starting from `scheduler`.
+    """Search the settings that serve `trace` best, starting from the run as described.
 
     `measure` turns a run into numbers and must be picklable when `jobs` > 1, the number of
     processes. "throughput" maximises tokens per second, "goodput" the share of requests within
     the SLO that `measure` knows, ties by tokens per second. At most `trials` settings are tried;
-    where the grid is larger, `seed` draws which part of it. `on_trial` is called with the number
-    of settings that were just tried. The other options are those of `simulate`.
+    where the grid is larger, the run's seed draws which part of it. `on_trial` is called with the
+    number of settings that were just tried. `options` are those of `describe_run`.
 
     A `KeyboardInterrupt` ends the search; what it has so far is returned. Raises `ConfigError`
     for bad options, and the error of the trials when not one of them could run.
@@ -64,12 +56,9 @@ def tune(
     for name, value in (("jobs", jobs), ("trials", trials)):
         if value < 1:
             raise ConfigError(name, value, "must be at least 1")
-    base = scheduler if scheduler is not None else SchedulerConfig()
-    base.require_pool_fits()
-    cost = cost if cost is not None else RooflineCost(H200, shape, ep=ranks)
-    job = _Job(trace, measure, cost, shape, ranks, placement, seed, draft_accept_rate, until_s)
-    search = _Search(job, base, objective, jobs, trials, on_trial)
-    return search.run()
+    run = describe_run(description, **options)
+    run.scheduler.require_pool_fits()
+    return _Search(_Job(trace, run, measure), objective, jobs, trials, on_trial).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,35 +66,19 @@ class _Job:
     """What all trials share; sent to the processes that run them."""
 
     trace: RequestTrace
+    description: RunDescription
     measure: Callable[[Run], Measured]
-    cost: StepCost
-    shape: ModelShape
-    ranks: int
-    placement: Placement | None
-    seed: int
-    draft_accept_rate: float
-    until_s: float | None
 
     def __call__(self, config: SchedulerConfig, slower: bool | None = None) -> Trial:
         """Simulate one setting, on request with the model's error added or taken off."""
-        cost: StepCost = self.cost
+        known = cost = self.description.step_cost
         error = held_out_error(cost)
         if slower is not None:
             assert error is not None, "only a model that states its error is scaled by it"
             cost = error.scale(cost, slower=slower)
+        trial = replace(self.description, scheduler=config, cost=cost)
         try:
-            run = simulate(
-                self.trace,
-                scheduler=config,
-                cost=cost,
-                shape=self.shape,
-                ranks=self.ranks,
-                placement=self.placement,
-                seed=self.seed,
-                draft_accept_rate=self.draft_accept_rate,
-                until_s=self.until_s,
-                chunk_cost=self.cost,
-            )
+            run = simulate(self.trace, trial, chunk_cost=known)
         except DeadlockError as stuck:
             return Trial(config, None, str(stuck))
         return Trial(config, self.measure(run))
@@ -116,12 +89,15 @@ class _Search:
     """The search as it goes: what was tried, and what is the best of it."""
 
     job: _Job
-    base: SchedulerConfig
     objective: str
     jobs: int
     most: int
     on_trial: Callable[[int], None] | None
     tried: dict[SchedulerConfig, Trial] = field(default_factory=dict)
+
+    @property
+    def base(self) -> SchedulerConfig:
+        return self.job.description.scheduler
 
     def run(self) -> Tuning:
         ranges: list[Range | None] = [None, None]
@@ -163,10 +139,10 @@ class _Search:
     def _search(self) -> None:
         self._try([self.base])
         contexts = ints(self.job.trace.table["prompt_len"]).tolist()
-        grid = coarse_grid(self.base, self.job.shape, self.job.cost, mean_of(contexts) // 2)
+        grid = coarse_grid(self.job.description, mean_of(contexts) // 2)
         room = self.most - len(self.tried)
         if len(grid) > room:
-            chosen = sorted(random.Random(self.job.seed).sample(range(len(grid)), room))
+            chosen = sorted(random.Random(self.job.description.seed).sample(range(len(grid)), room))
             grid = [grid[index] for index in chosen]
         self._try(grid)
         for factor in STEP_FACTORS:
@@ -186,7 +162,7 @@ class _Search:
 
     def _ranges(self) -> list[Range | None]:
         """Simulate default and best with the model's error; None where there is no such range."""
-        if held_out_error(self.job.cost) is None:
+        if held_out_error(self.job.description.step_cost) is None:
             return [None, None]
         configs = [self.base, self.best.config]
         tasks = [(config, slower) for config in configs for slower in (True, False)]
@@ -207,7 +183,7 @@ class _Search:
     def _notes(self) -> tuple[str, ...]:
         notes = [
             f"the model's errors on {kind} steps are too large to choose settings by"
-            for kind in unfit_kinds(self.job.cost)
+            for kind in unfit_kinds(self.job.description.step_cost)
         ]
         failed = [trial for trial in self.tried.values() if trial.error is not None]
         if failed:

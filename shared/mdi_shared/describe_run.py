@@ -1,0 +1,237 @@
+"""From options to the description of a run, with whatever was left out chosen so that it can exist.
+
+`describe_run` is what the command line and the Python interface share. Nothing is simulated here.
+
+Read next: `run_description.py` (what comes out), `run_notes.py` (what speaks against it).
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+from mdi_shared.config import MOST_BLOCKS, SchedulerConfig
+from mdi_shared.cost.files import read_cost_file
+from mdi_shared.cost.group import assumed_group_cost
+from mdi_shared.cost.hardware import H200, Hardware, hardware_by_name, hardware_in
+from mdi_shared.cost.linear import LinearCost
+from mdi_shared.cost.memory import DEFAULT_UTILIZATION, GB, expert_splits, room_bytes
+from mdi_shared.cost.predicted import PredictedCost
+from mdi_shared.cost.roofline import RooflineCost
+from mdi_shared.cost.shape import V41_FLASH, ModelShape, shape_by_name, shape_from_mapping
+from mdi_shared.cost.step_cost import StepCost
+from mdi_shared.errors import ConfigError
+from mdi_shared.placement import Placement
+from mdi_shared.run_description import RunDescription
+from mdi_shared.served import Served
+
+
+class RunOptions(TypedDict, total=False):
+    """What `describe_run` takes: the fields of `RunDescription`, and what they are made from.
+
+    `cost` may be the name or file of a fitted model, `shape` a model's name, `scheduler` options
+    by name, whose KV pool is then sized by memory. `hardware` is a name, a file of peak rates, or
+    an object; the roofline splits experts over `ep` ranks (left out: all). None is "left out".
+    """
+
+    scheduler: SchedulerConfig | Mapping[str, Any] | None
+    cost: StepCost | str | Path | None
+    shape: ModelShape | str | None
+    hardware: Hardware | str | None
+    ep: int | None
+    ranks: int | None
+    policy: str | None
+    placement: str | Placement | None
+    seed: int | None
+    draft_accept_rate: float | None
+    until_s: float | None
+    kv_cache_memory_gb: float | None
+    gpu_memory_utilization: float | None
+    served: Served | None
+
+
+OPTIONS = tuple(RunOptions.__annotations__)
+_AS_THEY_ARE = ("policy", "placement", "seed", "draft_accept_rate", "until_s", "served")
+
+
+def describe_run(
+    base: RunDescription | None = None, /, **options: Unpack[RunOptions]
+) -> RunDescription:
+    """Return the run that `options` (`RunOptions`) describe, or `base` with them changed.
+
+    Left out, the shape is what the cost is for, or the released model; the cost a roofline of an
+    H200; the ranks are the fewest that hold the model; the KV pool is what memory leaves, or
+    `kv_cache_memory_gb`. What was chosen is in `assumed`. Raises `ConfigError` for options that
+    are unknown, out of range, or contradict each other, and a model that cannot be held.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, value in given.items():
+        if name not in OPTIONS:
+            raise ConfigError(name, value, f"unknown option; known: {', '.join(OPTIONS)}")
+    plain: dict[str, Any] = {name: given[name] for name in _AS_THEY_ARE if name in given}
+    if base is not None:
+        if not given.keys() - plain.keys():
+            return replace(base, **plain)
+        given = {**_choices(base, given), **given}
+        plain = {**{name: getattr(base, name) for name in _AS_THEY_ARE}, **plain}
+    return _Choices(given).describe(plain)
+
+
+def _choices(base: RunDescription, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `base` says, less what follows from other options that are given."""
+    kept: dict[str, Any] = {"shape": base.shape, "ranks": base.ranks, "scheduler": base.scheduler,
+                            "cost": base.cost}  # fmt: skip
+    if isinstance(base.cost, RooflineCost) and given.keys() & {"shape", "ranks", "hardware", "ep"}:
+        kept |= {"cost": None, "hardware": base.cost.hardware}
+    if isinstance(given.get("scheduler"), Mapping):
+        kept["scheduler"] = None
+    return {name: value for name, value in kept.items() if value is not None}
+
+
+class _Choices:
+    """The options at hand while one choice after the other is made."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.given = given
+        self.assumed: list[str] = []
+        cost = given.get("cost")
+        for name in ("hardware", "ep"):
+            if cost is not None and name in given:
+                raise ConfigError(name, given[name], "belongs to the roofline, which a cost "
+                                  "replaces")  # fmt: skip
+        self.cost: StepCost | None = read_cost_file(cost) if isinstance(cost, str | Path) else cost
+        self.shape = self._shape()
+        self.hardware = self._hardware()
+
+    def describe(self, plain: Mapping[str, Any]) -> RunDescription:
+        """Choose ranks, cost and KV pool, which follow from each other in this order."""
+        options = self.given.get("scheduler")
+        probe = options
+        if not isinstance(options, SchedulerConfig):
+            options = dict(options or {})
+            probe = SchedulerConfig.from_mapping({"num_blocks": MOST_BLOCKS, **options})
+        assert isinstance(probe, SchedulerConfig), "made above"
+        ranks = self.given.get("ranks") if "ranks" in self.given else self._ranks(probe)
+        if type(ranks) is not int or ranks < 1:
+            raise ConfigError("ranks", ranks, "must be at least 1")
+        cost = self._cost(ranks)
+        ep = getattr(cost, "ep", ranks)
+        scheduler = self._scheduler(options, probe, ep)
+        return RunDescription(
+            scheduler=scheduler, cost=cost, shape=self.shape, ranks=ranks,
+            assumed=tuple(self.assumed), **plain,
+        )  # fmt: skip
+
+    # ---- one choice each -----------------------------------------------------------------------
+
+    def _shape(self) -> ModelShape:
+        named, cost = self.given.get("shape"), self.cost
+        shape = shape_by_name(named) if isinstance(named, str) else named
+        if isinstance(cost, PredictedCost):
+            if shape is not None and shape != cost.shape:
+                raise ConfigError("model", shape.name, f"step times were predicted for "
+                                  f"{cost.shape.name}: see mdi transfer --model")  # fmt: skip
+            return cost.shape
+        if shape is None and isinstance(cost, LinearCost) and cost.fit.get("shape"):
+            return shape_from_mapping(cost.fit["shape"])
+        if shape is None and isinstance(cost, RooflineCost):
+            return cost.shape
+        return V41_FLASH if shape is None else shape
+
+    def _hardware(self) -> Hardware | None:
+        """Return what the run is on; None where the cost does not say."""
+        named = self.given.get("hardware")
+        if named is not None:
+            return named if isinstance(named, Hardware) else hardware_by_name(named)
+        if self.cost is None:
+            return H200
+        if isinstance(self.cost, LinearCost):
+            return hardware_in(str(self.cost.fit.get("hardware")))
+        own = getattr(self.cost, "hardware", None)
+        return own if isinstance(own, Hardware) else None
+
+    def _ranks(self, probe: SchedulerConfig) -> int:
+        """Return the fewest ranks that hold the model and its least KV pool."""
+        hardware = self.hardware
+        ep = self.given.get("ep", getattr(self.cost, "ep", None))
+        if hardware is None or ep is not None:
+            return 1
+        for ranks in expert_splits(self.shape):
+            if self._blocks(probe, hardware, ranks) >= _least_blocks(probe):
+                fewest = f"{ranks} rank{'s' if ranks > 1 else ''}, the fewest"
+                self.assumed.append(f"{fewest} {hardware.name} that hold {self.shape.name}")
+                return ranks
+        raise ConfigError("hardware", hardware.name, f"holds {self.shape.name} on no number of "
+                          "ranks; give --ranks to simulate it as if it did")  # fmt: skip
+
+    def _cost(self, ranks: int) -> StepCost:
+        """Return the step times: those given, with an exchange where ranks share them."""
+        cost, shape = self.cost, self.shape
+        if cost is None:
+            assert self.hardware is not None, "a roofline has hardware"
+            ep = self.given.get("ep", ranks)
+            if type(ep) is not int or ep < 1:
+                raise ConfigError("ep", ep, "must be at least 1")
+            return RooflineCost(self.hardware, shape, ep=ep)
+        if not isinstance(cost, LinearCost) or ranks < 2 or cost.group is not None:
+            return cost
+        if shape.n_routed_experts % ranks:
+            raise ConfigError("ranks", ranks, f"must divide the {shape.n_routed_experts} routed "
+                              f"experts of {shape.name}, which ranks share")  # fmt: skip
+        if self.hardware is None:
+            return cost
+        return replace(cost, group=assumed_group_cost(self.hardware, shape, ranks))
+
+    def _scheduler(
+        self, options: SchedulerConfig | dict[str, Any], probe: SchedulerConfig, ep: int
+    ) -> SchedulerConfig:
+        """Return the scheduler's options with a KV pool of the size asked for, or what fits."""
+        pool_gb, share = (
+            self.given.get(n) for n in ("kv_cache_memory_gb", "gpu_memory_utilization")
+        )
+        known = isinstance(options, SchedulerConfig)
+        if isinstance(options, dict) and "num_blocks" in options:
+            for name in ("kv_cache_memory_gb", "gpu_memory_utilization"):
+                if name in self.given:
+                    raise ConfigError(name, self.given[name], "contradicts num_blocks = "
+                                      f"{options['num_blocks']}: give one of them")  # fmt: skip
+            return probe
+        if pool_gb is not None and share is not None:
+            raise ConfigError("gpu_memory_utilization", share,
+                              "contradicts kv_cache_memory_gb; give one of them")  # fmt: skip
+        if pool_gb is not None:
+            return replace(probe, num_blocks=_blocks_of(pool_gb, self.shape, probe))
+        if known and share is None:
+            return probe
+        blocks = 0 if self.hardware is None else self._blocks(probe, self.hardware, ep)
+        if blocks < _least_blocks(probe):  # as if it fitted: `run_notes.py` tells
+            return replace(probe, num_blocks=SchedulerConfig().num_blocks)
+        self.assumed.append(f"{blocks:,} KV blocks a rank, as many as fit and can be used")
+        return replace(probe, num_blocks=blocks)
+
+    def _blocks(self, probe: SchedulerConfig, hardware: Hardware, ep: int) -> int:
+        """Return the KV blocks that fit beside weights and state, at most what seats can fill."""
+        share = self.given.get("gpu_memory_utilization", DEFAULT_UTILIZATION)
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ConfigError("gpu_memory_utilization", share, "must be above 0 and at most 1")
+        shape, size = self.shape, probe.block_size
+        room = room_bytes(hardware, shape, ep, share) - probe.num_slots * shape.state_bytes_per_slot
+        useful = (probe.max_num_seqs + 1) * -(-probe.runtime_max_model_len // size) + 1
+        return min(int(room // shape.kv_bytes_per_block(size)), useful, MOST_BLOCKS)
+
+
+def _least_blocks(config: SchedulerConfig) -> int:
+    """Return the smallest pool that `SchedulerConfig.require_pool_fits` lets pass."""
+    return -(-config.runtime_max_model_len * 10 // (8 * config.block_size))
+
+
+def _blocks_of(pool_gb: float, shape: ModelShape, probe: SchedulerConfig) -> int:
+    """Return how many KV blocks take `pool_gb`, 10^9 bytes."""
+    if isinstance(pool_gb, bool) or not isinstance(pool_gb, int | float) or not 0 < pool_gb < 1e9:
+        raise ConfigError("kv_cache_memory_gb", pool_gb, "must be a finite number above 0")
+    block_bytes = shape.kv_bytes_per_block(probe.block_size)
+    num_blocks = int(pool_gb * GB // block_bytes)
+    if num_blocks < 2:
+        raise ConfigError("kv_cache_memory_gb", pool_gb, "must hold at least 2 blocks of "
+                          f"{block_bytes:,} bytes")  # fmt: skip
+    return num_blocks

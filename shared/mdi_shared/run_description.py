@@ -1,0 +1,146 @@
+"""Everything that decides what a run does, in one object.
+
+`simulate`, `tune` and whatever compares runs take it, and it stands in the metadata of every
+trace. It is plain data with its rules: `describe_run.py` makes one and chooses what was left out.
+
+Read next: `config.py` (the scheduler's options), `served.py` (the requests), `describe_run.py`.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from mdi_shared.config import SchedulerConfig
+from mdi_shared.cost.described import cost_from_description, require_step_cost
+from mdi_shared.cost.shape import V41_FLASH, ModelShape, shape_from_mapping
+from mdi_shared.cost.step_cost import StepCost
+from mdi_shared.errors import ConfigError
+from mdi_shared.json_input import require_mapping, require_object
+from mdi_shared.placement import Placement, placement_by_name
+from mdi_shared.served import Served
+from mdi_shared.toml_text import to_toml, without_none
+
+FCFS = "fcfs"
+POLICIES = (FCFS,)  # names of scheduling policies: what is admitted, in which order
+LONGEST_RUN_S = 9e9  # what int64 nanoseconds hold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDescription:
+    """One run: what is served, how, on what, from which seed.
+
+    `cost` is what steps take, None where real devices take the time. `placement` is a name, or an
+    object of the caller's. `draft_accept_rate` is the chance that a draft token is accepted; the
+    run ends at `until_s` virtual seconds. `assumed` says in words what `describe_run` chose.
+    Raises `ConfigError` naming the field, its value and what is allowed.
+    """
+
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    cost: StepCost | None = None
+    shape: ModelShape = V41_FLASH
+    ranks: int = 1
+    policy: str = FCFS
+    placement: str | Placement = "round_robin"
+    seed: int = 0
+    draft_accept_rate: float = 0.7
+    until_s: float | None = None
+    served: Served = field(default_factory=Served)
+    assumed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, least in (("ranks", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ConfigError(name, value, f"must be at least {least}")
+        if self.policy not in POLICIES:
+            raise ConfigError("policy", self.policy, f"must be one of {', '.join(POLICIES)}")
+        if isinstance(self.placement, str):
+            placement_by_name(self.placement)
+        if not 0 <= self.draft_accept_rate <= 1:
+            raise ConfigError("draft_accept_rate", self.draft_accept_rate,
+                              "must be between 0 and 1")  # fmt: skip
+        if self.until_s is not None and not 0 < self.until_s < LONGEST_RUN_S:
+            raise ConfigError("until_s", self.until_s,
+                              f"must be above 0 and below {LONGEST_RUN_S:g} s")  # fmt: skip
+        if self.cost is not None:
+            require_step_cost(self.cost, self.shape)
+
+    @property
+    def step_cost(self) -> StepCost:
+        """What steps take; raises `ConfigError` for a run on real devices."""
+        if self.cost is None:
+            raise ConfigError("cost", None, "a simulation needs step times")
+        return self.cost
+
+    def new_placement(self) -> Placement:
+        """Return a placement that has placed nothing yet."""
+        if isinstance(self.placement, str):
+            return placement_by_name(self.placement)
+        return deepcopy(self.placement)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain dicts, lists and numbers; `from_json` inverts it.
+
+        A placement or cost of the caller's own becomes its name or description.
+        """
+        own = self.placement
+        return {
+            "scheduler": asdict(self.scheduler),
+            "shape": {name: list(value) if isinstance(value, tuple) else value
+                      for name, value in asdict(self.shape).items()},
+            **({} if self.cost is None else {"cost": self.cost.describe()}),
+            "ranks": self.ranks,
+            "policy": self.policy,
+            "placement": own if isinstance(own, str) else type(own).__name__,
+            "seed": self.seed,
+            "draft_accept_rate": self.draft_accept_rate,
+            "until_s": self.until_s,
+            "served": self.served.to_json(),
+            "assumed": list(self.assumed),
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, data: object) -> "RunDescription":
+        """Build from what `to_json` returned; names left out have their defaults.
+
+        Raises `ConfigError` for unknown names, bad values, and a cost or placement that only its
+        author can build.
+        """
+        own = require_object("run", data, (), tuple(field.name for field in fields(cls)))
+        parts: dict[str, Any] = {}
+        if "shape" in own:
+            parts["shape"] = shape_from_mapping(require_mapping("shape", own["shape"]))
+        if "cost" in own:
+            shape = parts.get("shape", V41_FLASH)
+            parts["cost"] = cost_from_description(own["cost"], shape)
+        if "scheduler" in own:
+            options = require_mapping("scheduler", own["scheduler"])
+            parts["scheduler"] = SchedulerConfig.from_mapping(options)
+        if "served" in own:
+            parts["served"] = Served.from_json(require_mapping("served", own["served"]))
+        parts["assumed"] = tuple(own.get("assumed", ()))
+        return cls(**{**own, **parts})
+
+    def to_toml(self) -> str:
+        """Return `to_json` as TOML text; `from_toml` inverts it."""
+        return to_toml(self.to_json())
+
+    @classmethod
+    def from_toml(cls, text: str) -> "RunDescription":
+        """Build from TOML text; raises `ConfigError` as `from_json` does."""
+        try:
+            return cls.from_json(without_none(tomllib.loads(text)))
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError("run", "", f"is not TOML: {error}") from error
+
+    @classmethod
+    def from_metadata(cls, config: Mapping[str, Any], seed: int | None) -> "RunDescription":
+        """Build from the metadata of a trace, whatever else that holds; raises as `from_json`.
+
+        A real run has no cost; runs of earlier versions lack what was not written then.
+        """
+        names = {field.name for field in fields(cls)}
+        own = {name: value for name, value in config.items() if name in names}
+        return cls.from_json({**own, "seed": own.get("seed", seed or 0)})

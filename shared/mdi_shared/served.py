@@ -1,0 +1,77 @@
+"""What a run serves: a request trace in a file, or a generated workload, and what is done to it.
+
+Plain data with its rules; nothing is read or drawn here.
+
+Read next: `run_description.py`, of which this is a part; `minideepinfer/requests.py` (reads it).
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from math import inf
+from typing import Any
+
+from mdi_shared.errors import ConfigError
+
+OF_WORKLOAD = ("requests", "rate")
+OF_TRACE = ("format", "limit", "sort")
+DEFAULT_REQUESTS = 1_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """The requests of a run; None is "as they are". Without trace and workload: given as data.
+
+    `requests`, `rate` (per second) and `arrivals` belong to a workload, `format`, `limit` (rows)
+    and `sort` to a trace, which takes `arrivals` when it has no times of its own. `closed_loop`
+    False drops think times. `speed` divides all times; prompts and outputs are cut to `max_prompt`
+    and `max_output` tokens. Raises `ConfigError` for values out of range and those that contradict
+    each other.
+    """
+
+    trace: str | None = None
+    workload: str | None = None
+    requests: int | None = None
+    rate: float | None = None
+    arrivals: str | None = None
+    format: str | None = None
+    limit: int | None = None
+    sort: bool | None = None
+    closed_loop: bool | None = None
+    speed: float | None = None
+    max_prompt: int | None = None
+    max_output: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "limit", "max_prompt", "max_output"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(name, value, "must be at least 1")
+        for name in ("rate", "speed"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < inf:
+                raise ConfigError(name, value, "must be a finite number above 0")
+        if self.trace is not None and self.workload is not None:
+            raise ConfigError("workload", self.workload, f"contradicts the trace {self.trace}: "
+                              "give one of them")  # fmt: skip
+        if self.trace is not None:
+            self._refuse(OF_WORKLOAD, "belongs to a workload; a trace takes limit, speed, arrivals")
+        if self.workload is not None:
+            self._refuse(OF_TRACE, "belongs to a trace file, not to a workload")
+
+    def _refuse(self, names: tuple[str, ...], why: str) -> None:
+        for name in names:
+            if getattr(self, name) is not None:
+                raise ConfigError(name, getattr(self, name), why)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what was given; `from_json` inverts it."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Served":
+        """Build from names and values; an unknown name is an error that lists the known ones."""
+        known = [field.name for field in fields(cls)]
+        for name, value in data.items():
+            if name not in known:
+                raise ConfigError(f"served.{name}", value, f"unknown; known: {', '.join(known)}")
+        return cls(**data)
