@@ -3,6 +3,7 @@
 Read next: `mdi_shared/config.py` (the scheduler's options), `engine.py`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -244,13 +245,22 @@ def scheduler_config(
     if "num_blocks" not in wanted:
         slots = layout.bytes_per_slot * probe.num_slots
         blocks = int((kv_bytes - slots) // layout.bytes_per_block)
-        if blocks < 2:
-            least = slots + 2 * layout.bytes_per_block
+        least = slots + _fewest_blocks(probe) * layout.bytes_per_block
+        most = slots + MOST_BLOCKS * layout.bytes_per_block
+        if not least <= kv_bytes <= most:
             raise ConfigError("kv_cache_memory_gb", kv_bytes / GB,
-                              f"must be at least {least / GB:.4f}: the state of "
-                              f"{probe.max_num_seqs} sequences (max_num_seqs) takes "
-                              f"{slots / GB:.4f} GB")  # fmt: skip
+                              f"must be from {math.ceil(least / GB * 1e4) / 1e4:.4f}, for one "
+                              f"request of max_model_len = {probe.max_model_len} and the state of "
+                              f"max_num_seqs = {probe.max_num_seqs} ({slots / GB:.4f}), to "
+                              f"{most / GB:.0f}")  # fmt: skip
         wanted["num_blocks"] = blocks
     config = SchedulerConfig.from_mapping(wanted)
     config.require_pool_fits()
     return config
+
+
+def _fewest_blocks(config: SchedulerConfig) -> int:
+    """Return the smallest pool that `SchedulerConfig.require_pool_fits` lets pass."""
+    tokens = config.runtime_max_model_len
+    blocks = -(-tokens * 10 // (8 * config.block_size))
+    return max(blocks, 2)
