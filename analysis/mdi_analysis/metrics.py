@@ -175,7 +175,7 @@ def inter_token_latencies(run: RunLike) -> tuple[Floats, Ints]:
     table, or time runs backwards.
     """
     pieces = _token_pieces(run)
-    found: list[tuple[Ints, Ints]] = []
+    found: list[tuple[Floats, Ints]] = []
     last: Floats = np.full(len(run.requests), np.nan)  # when each request was last heard of, ns
     for codes, steps, done_ns in pieces:
         # One integer per emitting row, ordered by (request, step): sorting it beats sorting rows.
@@ -195,11 +195,12 @@ def inter_token_latencies(run: RunLike) -> tuple[Floats, Ints]:
                              "one", column="t_done")  # fmt: skip
         values, counts = np.unique(gaps, return_counts=True)
         found.append((values[values > 0], counts[values > 0]))
-    every = np.concatenate([values for values, _ in found] or [np.empty(0)])
+    if not found:
+        return np.empty(0), np.empty(0, dtype=np.int64)
+    every, often = (np.concatenate(parts) for parts in zip(*found, strict=True))
     values, place = np.unique(every, return_inverse=True)
-    counts = np.bincount(place, weights=np.concatenate([n for _, n in found] or [np.empty(0)]),
-                         minlength=values.size)  # fmt: skip
-    return values / NS_PER_MS, counts.astype(np.int64)
+    counts = np.bincount(place, weights=often, minlength=values.size).astype(np.int64)
+    return values / NS_PER_MS, counts
 
 
 def _token_pieces(run: RunLike) -> Iterator[tuple[Ints, Ints, Floats]]:
