@@ -37,7 +37,6 @@ import torch
 
 from mdi_exec.engine.engine import LLMEngine
 from mdi_exec.engine.llm import LLM
-from mdi_exec.engine.sampler import Sampler
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.model import transformer
 from mdi_exec.model.attention import Attention
@@ -46,6 +45,7 @@ from mdi_exec.model.hyper_connections import HyperConnection
 from mdi_exec.model.indexer import Indexer
 from mdi_exec.model.moe import Moe
 from mdi_exec.model.transformer import Transformer
+from mdi_exec.ops.sampler import Sampler
 from mdi_exec.weights.make_checkpoint import make_checkpoint
 from mdi_exec.weights.presets import PRESETS
 from minideepinfer.commands.executor import engine_options
@@ -154,8 +154,8 @@ def measure(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
         return serve_batch(llm.engine, prompts, options.output, on_prefilled)
 
     run()
-    if llm.model.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(llm.model.device)
+    if llm.rank.model.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(llm.rank.model.device)
     prefill_s, decode_s = zip(*(run() for _ in range(options.repeat)), strict=True)
     steps = options.output - 1
     prefill, decode = statistics.median(prefill_s), statistics.median(decode_s)
@@ -164,9 +164,9 @@ def measure(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
         "prefill_tokens_per_s": options.batch * options.prompt / prefill,
         "decode_tokens_per_s": options.batch * steps / decode,
         "spread": {"prefill_s": sorted(prefill_s), "decode_s": sorted(decode_s)},
-        **peak_memory(llm.model.device),
+        **peak_memory(llm.rank.model.device),
     }  # fmt: skip
-    timer, prefills, decodes = PartTimer(llm.model.device), Counter[str](), Counter[str]()
+    timer, prefills, decodes = PartTimer(llm.rank.model.device), Counter[str](), Counter[str]()
     with timed_parts(timer):
         for _ in range(options.repeat):
             run(lambda: prefills.update(timer.take_ms()))
@@ -239,7 +239,7 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
         engine = pool_options(options)
         with LLM(directory, **engine) as llm:
             document: dict[str, Any] = {
-                "conditions": conditions(llm.model.device), "model": options.model,
+                "conditions": conditions(llm.rank.model.device), "model": options.model,
                 "weights_mib": llm.source.weight_bytes / 2**20, "batch": options.batch,
                 "prompt": options.prompt, "output": options.output, "repeat": options.repeat,
                 "engine": engine,

@@ -22,7 +22,7 @@ from slice_model import StepShape, batch_of, blocks_for, build, filled_cache, ti
 from mdi_exec.engine.memory import StepLimits, estimate_memory
 from mdi_exec.model.batch import Batch
 from mdi_exec.model.cache import DeviceCache
-from mdi_exec.model.config import ModelConfig
+from mdi_exec.model.config_reader import read_config
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.ranks.exchange import ExpertExchange, ExpertShard, StepRows
 from mdi_exec.ranks.parallel import RankGroup
@@ -117,7 +117,7 @@ def measure_prefill(bench: Bench, loaded: Loaded, kind: str) -> dict[str, Any]:
     _print_ranks(name, ranks)
     step = StepShape(1, options.new, options.context)
     is_slice = options.preset == "flash-slice"
-    target = ModelConfig.from_dict(released_config()) if is_slice else model.config
+    target = read_config(released_config()) if is_slice else model.config
     times = part_times(model.config, medians([sample.parts for sample in samples]))
     parts = report(model, times, step, bench.ceiling, target)
     peak = peak_gb(bench.device)

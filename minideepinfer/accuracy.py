@@ -17,11 +17,10 @@ from mdi_analysis.compare import compare
 from mdi_shared.cost.linear import LinearCost
 from mdi_shared.cost.step_cost import StepCost
 from mdi_shared.errors import ConfigError
-from mdi_sim.fit.calibrate import fit_runs
+from mdi_sim.fit.calibrate import Recorded, fit_runs, read_recorded, recordings, require_alike
 from mdi_sim.fit.diagnostics import errors
 from mdi_sim.fit.features import DECODE, PREFILL, gather_steps
-from mdi_sim.fit.recorded import Recorded, read_recorded, require_alike
-from mdi_sim.fit.steps import FittedSteps
+from mdi_sim.fit.steps import predict
 from mdi_sim.retrace import recorded_config, recorded_requests, recorded_shape
 from mdi_sim.search.model_error import ScaledCost
 from mdi_sim.simulate import simulate
@@ -62,12 +61,20 @@ class RunAccuracy:
     @property
     def beyond(self) -> tuple[str, ...]:
         """The figures that miss their bar."""
-        found = ((self.relative[name], name, bar) for name, bar in BARS.items())
-        return tuple(name for value, name, bar in found if value is not None and abs(value) > bar)
+        return tuple(name for name in BARS if self.of_bar(name) > 1)
+
+    def of_bar(self, name: str) -> float:
+        """Return how large an error is, 1 being its bar; 0 for a figure the run does not have."""
+        return abs(self.relative[name] or 0.0) / BARS[name]
+
+    @property
+    def worst(self) -> str:
+        """The figure that is worst by its bar."""
+        return max(BARS, key=self.of_bar)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""
-        return {**asdict(self), "beyond": list(self.beyond)}
+        return {**asdict(self), "beyond": list(self.beyond), "worst": self.worst}
 
 
 def accuracy(
@@ -90,26 +97,22 @@ def accuracy(
     for name in only or ():
         if name not in names:
             raise ConfigError("only", name, f"must be one of {', '.join(names)}")
-    for run, path in zip(runs, paths, strict=True):
+    numbers = recordings(runs)
+    for run, path, number in zip(runs, paths, numbers, strict=True):
         if only is None or run.name in only:
-            others = [each for each in runs if not _same_requests(each, run)]
+            others = [each for each, own in zip(runs, numbers, strict=True) if own != number]
             yield _accuracy_of(run.name, load_run(path), others, spread=spread)
-
-
-def _same_requests(a: Recorded, b: Recorded) -> bool:
-    columns = ("prompt_len", "max_tokens")
-    return all(a.requests[name].equals(b.requests[name]) for name in columns)
 
 
 def _accuracy_of(
     name: str, recorded: Run, others: Sequence[Recorded], *, spread: bool
 ) -> RunAccuracy:  # fmt: skip
-    cost = fit_runs(others)
-    found = compare(recorded, resimulate(recorded, cost), ("recorded", "simulated"))
-    relative = {"output_tok_s_gpu": found.rates["output_tok_s_gpu"].relative}
+    cost = fit_runs(others, judged=False)
+    both = compare(recorded, resimulate(recorded, cost), ("recorded", "simulated"))
+    relative = {"output_tok_s_gpu": both.rates["output_tok_s_gpu"].relative}
     for metric in ("ttft", "tpot"):
         for stat in ("mean", "p50", "p90", "p99"):
-            relative[f"{metric}_{stat}"] = found.latency[f"{metric}_ms"][stat].relative
+            relative[f"{metric}_{stat}"] = both.latency[f"{metric}_ms"][stat].relative
     return RunAccuracy(
         name, recorded.requests_table.num_rows, tuple(run.name for run in others), relative,
         _step_errors(recorded.steps_table, cost), _ttft_range(recorded, cost) if spread else None,
@@ -117,12 +120,12 @@ def _accuracy_of(
 
 
 def _ttft_range(recorded: Run, cost: LinearCost) -> tuple[float, float]:
-    found = []
+    misses = []
     for scale in SCALES:
         simulated = resimulate(recorded, ScaledCost(cost, scale, scale))
         pair = compare(recorded, simulated, ("recorded", "simulated")).latency["ttft_ms"]["mean"]
-        found.append(pair.relative or 0.0)
-    return min(found), max(found)
+        misses.append(pair.relative or 0.0)
+    return min(misses), max(misses)
 
 
 def resimulate(recorded: Run, cost: StepCost) -> Run:
@@ -134,10 +137,10 @@ def resimulate(recorded: Run, cost: StepCost) -> Run:
 
 
 def _step_errors(table: pa.Table, cost: LinearCost) -> dict[str, StepError]:
-    found = {}
+    by_kind = {}
     for kind, terms in ((PREFILL, cost.prefill), (DECODE, cost.decode)):
         steps = gather_steps([table], kind)
         if len(steps):
-            error = errors(steps.ns, FittedSteps(terms, {}).predict(steps))
-            found[kind] = StepError(len(steps), error["p50"], error["p90"])
-    return found
+            error = errors(steps.ns, predict(terms, steps))
+            by_kind[kind] = StepError(len(steps), error["p50"], error["p90"])
+    return by_kind

@@ -34,7 +34,7 @@ class SimulatedRun(Run):
 
     def __init__(self, run: Run, description: RunDescription, wall_s: float) -> None:
         super().__init__(run.steps_table, run.requests_table, run.metadata,
-                         lambda: run.items_table, run.item_pieces)  # fmt: skip
+                         lambda: run.items_table, pieces=run.item_pieces)  # fmt: skip
         self.description = description
         self.notes = (*run.metadata.notes, *run_notes(description))
         self.wall_s = wall_s

@@ -20,7 +20,7 @@ class Metric:
     source: str
 
 
-_ENGINE = "engine-semantics §8.1"
+_ENGINE = "docs/rules.md, R35"
 _OURS = "own definition"
 
 METRICS: tuple[Metric, ...] = (

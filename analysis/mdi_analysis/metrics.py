@@ -175,7 +175,8 @@ def inter_token_latencies(run: RunLike) -> tuple[Floats, Ints]:
     table, or time runs backwards.
     """
     pieces = _token_pieces(run)
-    found: list[tuple[Floats, Ints]] = []
+    distinct: list[Floats] = [np.empty(0)]
+    times: list[Ints] = [np.empty(0, dtype=np.int64)]
     last: Floats = np.full(len(run.requests), np.nan)  # when each request was last heard of, ns
     for codes, steps, done_ns in pieces:
         # One integer per emitting row, ordered by (request, step): sorting it beats sorting rows.
@@ -194,13 +195,11 @@ def inter_token_latencies(run: RunLike) -> tuple[Floats, Ints]:
             raise TraceError("steps table", "a request's later step is visible before its earlier "
                              "one", column="t_done")  # fmt: skip
         values, counts = np.unique(gaps, return_counts=True)
-        found.append((values[values > 0], counts[values > 0]))
-    if not found:
-        return np.empty(0), np.empty(0, dtype=np.int64)
-    every, often = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    values, place = np.unique(every, return_inverse=True)
-    counts = np.bincount(place, weights=often, minlength=values.size).astype(np.int64)
-    return values / NS_PER_MS, counts
+        distinct.append(values[values > 0])
+        times.append(counts[values > 0])
+    values, place = np.unique(np.concatenate(distinct), return_inverse=True)
+    counts = np.bincount(place, weights=np.concatenate(times), minlength=values.size)
+    return values / NS_PER_MS, counts.astype(np.int64)
 
 
 def _token_pieces(run: RunLike) -> Iterator[tuple[Ints, Ints, Floats]]:

@@ -3,7 +3,7 @@
 Read next: `mdi_sim/fit/calibrate.py`, docs/calibration.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +11,7 @@ import typer
 
 from mdi_shared.errors import ConfigError
 from minideepinfer.commands.files import require_input, require_output, require_runs, write_json
-from minideepinfer.commands.screen import facts_table, show_json, show_table
+from minideepinfer.commands.screen import facts_table, progress, show_json, show_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -43,7 +43,7 @@ def calibrate(
 ) -> None:
     """Fit step times of a model and its host to recorded runs; simulate --cost reads the result.
 
-    Prints coefficients and errors, those on held-out shapes first. With --base the runs are of
+    Prints coefficients and errors, those on held-out recordings first. With --base the runs are of
     several ranks, and the result is the base with the time that exchanging rows adds.
     """
     require_output("out", out, (".json",))
@@ -60,11 +60,13 @@ def calibrate(
 def _fit(traces: list[Path], base: Path | None, *, allow_constant: bool) -> "LinearCost":
     """Fit a model to runs of one rank, or the group terms of `base` to runs of several."""
     from mdi_shared.cost.linear import LinearCost
-    from mdi_sim.fit.calibrate import calibrate as fit
+    from mdi_sim.fit.calibrate import fit_runs, number_of_fits, read_recorded
     from mdi_sim.fit.group import calibrate_group
 
     if base is None:
-        return fit(traces, allow_constant=allow_constant)
+        runs = [read_recorded(path) for path in traces]
+        with progress(number_of_fits(runs), "fits") as advance:
+            return fit_runs(runs, allow_constant=allow_constant, on_fit=advance)
     if allow_constant:
         raise ConfigError("allow_constant", True, "does not go with --base: what never varies is "
                           "left out of a group's terms anyway")  # fmt: skip
@@ -101,7 +103,7 @@ def _tables(cost: "LinearCost") -> list["RenderableType"]:
                                        f"{t['sha256'][:12]}") for t in fit["traces"]]))  # fmt: skip
     for kind, terms in (("prefill", cost.prefill), ("decode", cost.decode)):
         found = fit[kind]
-        rows = _errors(found)
+        rows = _errors(found, [trace["name"] for trace in fit["traces"]])
         for name, unit in fit["units"][kind].items():
             value = getattr(terms, name)
             if isinstance(value, tuple) and value:
@@ -122,12 +124,16 @@ def _tables(cost: "LinearCost") -> list["RenderableType"]:
     return tables
 
 
-def _errors(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the error lines of one kind of step."""
-    held_out, beyond = found["held_out"], found["extrapolation"]
-    rows = [("error, shapes held out", _error(held_out))]
+def _errors(found: Mapping[str, Any], names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the error lines of one kind of step; `names` are the runs'."""
+    held_out, shapes = found["held_out"], found["held_out_shapes"]
+    rows = [(f"error, {held_out['by']}s held out", _error(held_out))]
     rows += [(f"  {name}", _error(each)) for name, each in held_out.get("by_class", {}).items()]
-    rows.append(("  longest contexts held out", _error(beyond)))
+    if held_out["by"] == "recording":
+        worst = max(held_out["recordings"], key=lambda each: float(each["mape"]))
+        rows.append((f"  worst, {', '.join(names[run] for run in worst['runs'])}", _error(worst)))
+        rows.append(("error, shapes held out", _error(shapes)))
+    rows.append(("  longest contexts held out", _error(found["extrapolation"])))
     rows.append(("error, own steps", _error(found)))
     if not found["usable_for_control"]:
         rows.append(("warning", "errors are too large to choose chunk sizes by"))

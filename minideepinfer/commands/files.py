@@ -24,10 +24,21 @@ TRACE_ENDINGS = (".parquet", ".jsonl", ".csv")
 
 def require_input(path: Path) -> None:
     """Raise `ConfigError` unless `path` is a file."""
+    require_present(path)
     if path.is_dir():
         raise ConfigError("path", str(path), "is a folder, not a file")
-    if not path.exists():
+
+
+def require_present(path: Path) -> None:
+    """Raise `ConfigError` unless `path` is there: a file, a pipe, or a folder."""
+    try:
+        there = path.exists()
+    except OSError as error:  # a name too long, a folder that may not be looked into
+        raise ConfigError("path", str(path), f"cannot be read: {error.strerror}") from error
+    if not there:
         raise ConfigError("path", str(path), "no such file")
+    if path.is_dir() and not any(path.iterdir()):
+        raise ConfigError("path", str(path), "is a folder without files")
 
 
 def require_runs(paths: Iterable[Path]) -> None:
@@ -79,9 +90,12 @@ def is_run(path: Path) -> bool:
     from mdi_traces.run import run_prefix
     from minideepinfer.saving import RUN_ENDINGS, run_files
 
-    if path.name.endswith(RUN_ENDINGS):
-        return Path(run_prefix(path) + ".steps.parquet").exists()
-    return not path.is_file() and bool(run_files(path))
+    try:
+        if path.name.endswith(RUN_ENDINGS):
+            return Path(run_prefix(path) + ".steps.parquet").exists()
+        return not path.is_file() and bool(run_files(path))
+    except OSError:  # `require_present` says why it cannot be looked at
+        return False
 
 
 def read_run(path: Path) -> "Run":
@@ -107,7 +121,8 @@ def read_requests(
 ) -> "RequestTrace":
     """Read a request trace as `load_requests` does, or the requests of a run by its prefix.
 
-    `arrivals` is a text such as `poisson:5`.
+    The path may be a file, a pipe, or a folder of files that are one trace. `arrivals` is a text
+    such as `poisson:5`.
     """
     from mdi_traces.distributions import parse_arrivals
     from mdi_traces.formats import load_requests
@@ -116,7 +131,7 @@ def read_requests(
         from mdi_traces.run import run_prefix
 
         path = Path(run_prefix(path) + ".requests.parquet")
-    require_input(path)
+    require_present(path)
     process = None if arrivals is None else parse_arrivals(arrivals)
     try:
         return load_requests(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 NAMES = {"fp8": "FP8 tensor cores", "bf16": "bf16 tensor cores", "fp32": "f32 vector units",
          "memory": "memory", "link": "link"}  # fmt: skip
-# Steps shown: the official prefill geometry (engine-semantics §8.2) and two decode batches.
+# Steps shown: the official prefill geometry (docs/rules.md, R36) and two decode batches.
 PREFILL_SHOWN = (4_096, 131_072)
 DECODE_SHOWN = ((64, 4_096), (64, 131_072))
 

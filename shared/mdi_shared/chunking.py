@@ -2,14 +2,13 @@
 
 `TokenBudget` fills the step up to the token budget, as the production engine does. `CostTarget`
 fills it up to a step time, so that chunks shrink as their context grows and every step takes
-about equally long (engine-semantics §7.3; the formulation is this project's own). Admission,
+about equally long (docs/rules.md, R33; the formulation is this project's own). Admission,
 checkpoints and the lookahead are the scheduler's business, not a policy's.
 
 Read next: `prefill.py` (the caller), `cost/step_cost.py` and `work.py` (what a step takes).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from math import lcm
 from typing import Protocol
 
@@ -63,7 +62,7 @@ class TokenBudget:
 
 
 class CostTarget:
-    """As many tokens as keep the step's device time at or below `target_ns` (§7.3).
+    """As many tokens as keep the step's device time at or below `target_ns` (R33).
 
     A chunk that is not a prompt's last is a multiple of `align` and `cp_align`, and at least
     `min_chunk` tokens: a smaller one waits, or, in an empty step, is raised to that whatever
@@ -98,12 +97,6 @@ class CostTarget:
         self.align = lcm(align, cp_align)
         self.tail_min = tail_min
         self.min_chunk = -(-min_chunk // cp_align) * cp_align
-
-    def at(self, share: int, of: int) -> "CostTarget":
-        """Return this policy with `share` parts `of` its target."""
-        other = copy(self)
-        other.target_ns = max(self.target_ns * share // of, 1)
-        return other
 
     def chunk_tokens(
         self,
@@ -151,25 +144,25 @@ def fallback_note(config: SchedulerConfig, cost: StepCost) -> str | None:
 
 
 def why_not_control(cost: StepCost) -> str | None:
-    """Return why chunk sizes may not be chosen by `cost`; None when they may (§7.3, the gate).
+    """Return why chunk sizes may not be chosen by `cost`; None when they may (R32, the gate).
 
     A fitted model must have predicted prefill steps of held-out shapes well enough; its file says
     so. A model that was not fitted has no such error and is taken at its word.
     """
-    found = cost.fit.get("prefill") if isinstance(cost, LinearCost) else None
-    if not isinstance(found, Mapping) or found.get("usable_for_control", False) is True:
+    fit = cost.fit.get("prefill") if isinstance(cost, LinearCost) else None
+    if not isinstance(fit, Mapping) or fit.get("usable_for_control", False) is True:
         return None
-    error = found.get("held_out_mape")
+    error = fit.get("held_out_mape")
     size = f"is {error:.1%}" if isinstance(error, float) else "is not known"
     return f"the model's error on prefill steps of held-out shapes {size}, too uncertain for that"
 
 
 def _target_ns(config: SchedulerConfig, shape: ModelShape, cost: StepCost) -> int:
-    """Return the device time to aim at, ns: as given, or what is left of the gap allowed.
+    """Return the device time to aim at, ns: the one given, or what the allowed gap leaves.
 
-    A prefill step lies in one gap between two tokens of every running sequence (§7.3, ii). So do
-    the host's work around it, which does not overlap with it, for as many tokens as there may be,
-    and the decode step that ends the gap, taken as the shortest there is.
+    A prefill step falls into one gap between two tokens of every running sequence. Two more things
+    fall into that gap, and neither overlaps with the step: the host's work for it, taken for a full
+    token budget, and the decode step that ends the gap, taken as the shortest there is.
     """
     if config.prefill_target_ms is not None:
         return int(config.prefill_target_ms * 1e6 + 0.5)

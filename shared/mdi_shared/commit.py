@@ -1,4 +1,4 @@
-"""Books what a step produced: tokens committed, sequences ended, rows thrown away (§1.3).
+"""Books what a step produced: tokens committed, sequences ended, rows thrown away (R3).
 
 Read next: `scheduler.py` (when it is called), `request.py` (when a sequence ends).
 """
@@ -10,33 +10,33 @@ from mdi_shared.request import Sequence, State
 Tokens = tuple[tuple[int, ...], ...]
 
 
-class Flight:
+class InFlightStep:
     """A step that was planned and not yet processed."""
 
-    __slots__ = ("plan", "seqs", "step")
+    __slots__ = ("number", "plan", "seqs")
 
     def __init__(self, plan: StepPlan, seqs: list[Sequence]) -> None:
         self.plan = plan
         self.seqs = seqs  # not to be changed: the decode selection hands out the same list again
-        self.step = plan.step  # moves on when the plan is repeated
+        self.number = plan.step  # moves on when the plan is repeated
 
 
-def commit_step(queues: Queues, flight: Flight, result: StepResult) -> StepOutcome:
-    """Book the result of `flight`; rows of sequences that have left meanwhile are dropped."""
-    plan, seqs, tokens = flight.plan, flight.seqs, result.tokens
+def commit_step(queues: Queues, step: InFlightStep, result: StepResult) -> StepOutcome:
+    """Book the result of `step`; rows of sequences that have left meanwhile are dropped."""
+    plan, seqs, tokens = step.plan, step.seqs, result.tokens
     assert len(tokens) == len(seqs), (
-        f"step {flight.step} has {len(seqs)} sequences, its result {len(tokens)}"
+        f"step {step.number} has {len(seqs)} sequences, its result {len(tokens)}"
     )
     ended: list[Ending] = []
     commit = _commit_prefill if plan.is_prefill else _commit_decode
-    cut = commit(queues, flight, tokens, ended)
+    cut = commit(queues, step, tokens, ended)
     if cut:
         visible = list(tokens)
         for index, count in cut.items():
             visible[index] = visible[index][:count]
         tokens = tuple(visible)
     return StepOutcome(
-        step=flight.step,
+        step=step.number,
         is_prefill=plan.is_prefill,
         seq_ids=plan.seq_ids,
         tokens=tokens,
@@ -47,23 +47,19 @@ def commit_step(queues: Queues, flight: Flight, result: StepResult) -> StepOutco
     )
 
 
-def dropped_rows(flight: Flight) -> tuple[int, ...]:
+def dropped_rows(step: InFlightStep) -> tuple[int, ...]:
     """Find the rows of a decode step whose sequences have left since it was planned."""
     running = State.RUNNING
-    return tuple([i for i, seq in enumerate(flight.seqs) if seq.state is not running])
+    return tuple([i for i, seq in enumerate(step.seqs) if seq.state is not running])
 
 
 def _commit_prefill(
-    queues: Queues, flight: Flight, tokens: Tokens, ended: list[Ending]
+    queues: Queues, step: InFlightStep, tokens: Tokens, ended: list[Ending]
 ) -> dict[int, int]:
-    """Book a prefill step; return the rows not fully visible and how much of them is."""
-    cut: dict[int, int] = {}
-    for index, (seq, q) in enumerate(zip(flight.seqs, flight.plan.qs, strict=True)):
+    """Book a prefill step, none of whose rows is ever cut short (see `_commit_decode`)."""
+    for index, (seq, q) in enumerate(zip(step.seqs, step.plan.qs, strict=True)):
         seq.inflight_total = 0
-        if seq.is_finished:
-            cut[index] = 0
-            queues.join_running(seq)  # the next decode step frees it
-            continue
+        assert not seq.is_finished, "a prefill step is processed in the turn that planned it"
         seq.cached += q
         if seq.cached < seq.num_tokens:  # a chunk that was not the last
             queues.waiting.appendleft(seq)
@@ -75,17 +71,17 @@ def _commit_prefill(
         queues.join_running(seq)
         if seq.is_finished:
             ended.append(_end(queues, seq))
-    return cut
+    return {}
 
 
 def _commit_decode(
-    queues: Queues, flight: Flight, tokens: Tokens, ended: list[Ending]
+    queues: Queues, step: InFlightStep, tokens: Tokens, ended: list[Ending]
 ) -> dict[int, int]:
     """Book a decode step; return the rows not fully visible and how much of them is."""
     cut: dict[int, int] = {}
     rows = 1 + queues.config.num_draft_tokens
     running = State.RUNNING
-    for index, seq in enumerate(flight.seqs):
+    for index, seq in enumerate(step.seqs):
         if seq.state is not running:  # finished, or preempted and its counters reset
             cut[index] = 0
             continue
@@ -101,7 +97,7 @@ def _commit_decode(
         emitted = seq.extend(new)
         seq.cached += emitted  # rejected drafts are not cached
         if seq.state is not running:
-            queues.dead_running.append(seq)
+            queues.num_dead_running += 1
             ended.append(_end(queues, seq))
             if emitted < len(new):
                 cut[index] = emitted

@@ -1,6 +1,6 @@
 """Options of the scheduler, validated once, when they are made.
 
-Names are the production engine's where it has them (engine-semantics §11). Where a default differs
+Names are the production engine's where it has them (docs/rules.md, R37). Where a default differs
 from it, `docs/design.md` says why.
 """
 
@@ -15,8 +15,9 @@ UNLIMITED = 2**30
 MOST_SEQS = 65_536  # seats of a rank; each takes memory before the first request comes
 MOST_BLOCKS = 2**24  # two billion tokens at 128 a block; the list of free ones is kept in memory
 MOST_SLOTS_PER_SEAT = 100.0
-WATERMARK = 0.9  # share of the block pool above which no new prefill is wanted (§2.2)
+WATERMARK = 0.9  # share of the block pool above which no new prefill is wanted (R7)
 CHUNK_POLICIES = ("token_budget", "cost_target")
+RETIRED = {"balance_target": False}  # options of earlier versions, and the value that was "off"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +27,7 @@ class SchedulerConfig:
     Lengths and budgets are tokens, `num_blocks` counts KV blocks of `block_size` tokens including
     block 0, which is never handed out. `max_num_batched_tokens=None` derives the budget (see
     `token_budget`). `prefill_target_ms` is the device time a prefill step aims at, `slo_itl_ms`
-    instead the longest gap between two tokens that a prefill step may cause; `balance_target` lets
-    data-parallel ranks agree on a share of it at each prefill (`balance.py`). Raises `ConfigError`
+    instead the longest gap between two tokens that a prefill step may cause. Raises `ConfigError`
     naming the field, its value and what is allowed.
     """
 
@@ -50,7 +50,6 @@ class SchedulerConfig:
     chunk_policy: str = "token_budget"
     prefill_target_ms: float | None = None
     slo_itl_ms: float | None = None
-    balance_target: bool = False
     strict_upstream: bool = False
 
     def __post_init__(self) -> None:
@@ -80,6 +79,9 @@ class SchedulerConfig:
                      "the rows of a full decode step")  # fmt: skip
             _require(budget >= self.cp_align, "max_num_batched_tokens", budget,
                      f"must be at least 2 * context_parallel_size = {self.cp_align}")  # fmt: skip
+            _require(not self.strict_upstream or budget >= self.block_size,
+                     "max_num_batched_tokens", budget, "the production engine does not start with "
+                     f"less than a block, block_size = {self.block_size}")  # fmt: skip
             _require(self.chunked_prefill or budget >= self.max_model_len,
                      "max_num_batched_tokens", budget,
                      f"without chunked_prefill it must hold a whole prompt, max_model_len = "
@@ -101,8 +103,6 @@ class SchedulerConfig:
         bounds = {name: getattr(self, name) for name in ("prefill_target_ms", "slo_itl_ms")}
         given = {name: bound for name, bound in bounds.items() if bound is not None}
         if self.chunk_policy != "cost_target":
-            if self.balance_target:
-                given["balance_target"] = True
             for name, bound in given.items():
                 _require(False, name, bound, "is used by chunk_policy = 'cost_target' only")
             return
@@ -117,7 +117,7 @@ class SchedulerConfig:
 
     @property
     def cp_align(self) -> int:
-        """Chunk lengths are counted in multiples of this many tokens (§2.3)."""
+        """Chunk lengths are counted in multiples of this many tokens (R13)."""
         return 1 if self.context_parallel_size == 1 else 2 * self.context_parallel_size
 
     @property
@@ -125,7 +125,7 @@ class SchedulerConfig:
         """Prefill tokens per step.
 
         Not given: 8,192 with chunked prefill, else one whole prompt, and never less than a full
-        decode step. `strict_upstream` keeps the production rule (§2.10), whose budget follows
+        decode step. `strict_upstream` keeps the production rule (R37), whose budget follows
         max_model_len even when prompts can be chunked.
         """
         if self.max_num_batched_tokens is not None:
@@ -137,10 +137,15 @@ class SchedulerConfig:
 
     @property
     def prompt_limit(self) -> int:
-        """Longest prompt admitted, tokens."""
+        """Longest prompt admitted, tokens.
+
+        A prompt that may not be cut must fit into a step, and context parallelism counts in
+        multiples of `cp_align`. Upstream forgets the latter: such a prompt waits there for ever.
+        """
         if self.chunked_prefill:
             return self.max_model_len
-        return min(self.max_model_len, self.token_budget)
+        align = 1 if self.strict_upstream else self.cp_align
+        return min(self.max_model_len, self.token_budget // align * align)
 
     @property
     def num_slots(self) -> int:
@@ -149,14 +154,14 @@ class SchedulerConfig:
 
     @property
     def runtime_max_model_len(self) -> int:
-        """Positions a step may touch: the cap plus drafts in flight (§11)."""
+        """Positions a step may touch: the cap plus drafts in flight (R5)."""
         drafts = self.num_draft_tokens
         return self.max_model_len + 2 * drafts + (drafts + 1 if self.enable_zos else 0)
 
     def require_pool_fits(self) -> None:
         """Raise `ConfigError` when one request of `max_model_len` could exhaust the pool.
 
-        The production engine refuses to start in that case (§2.10): runtime_max_model_len must
+        The production engine refuses to start in that case (R37): runtime_max_model_len must
         not exceed 80 % of the pool's tokens.
         """
         most = int(0.8 * self.block_size * self.num_blocks)
@@ -171,12 +176,18 @@ class SchedulerConfig:
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> "SchedulerConfig":
-        """Build from names and values; an unknown name is an error that lists the known ones."""
+        """Build from names and values; an unknown name is an error that lists the known ones.
+
+        Records of earlier versions hold retired options, which are read where they were off.
+        """
         known = [f.name for f in fields(cls)]
         for name, value in options.items():
-            if name not in known:
+            if name in RETIRED and value is not RETIRED[name]:
+                raise ConfigError(name, value, "this option was removed (docs/log.md says why); "
+                                  f"a record may have it as {RETIRED[name]}")  # fmt: skip
+            if name not in known and name not in RETIRED:
                 raise ConfigError(name, value, f"unknown option; known: {', '.join(known)}")
-        return cls(**options)
+        return cls(**{name: options[name] for name in options if name not in RETIRED})
 
 
 def _require(holds: bool, field: str, value: object, allowed: str) -> None:

@@ -9,13 +9,12 @@ answer; a driver answers in virtual time or in wall time and makes no decision o
      └───────────────────────────────────────────────────────────────────────────────────────┘
 
 A prefill step, and every step without ZOS, is awaited in its own turn; a decode step with ZOS is
-awaited in the next one, so that planning overlaps the device (engine-semantics §4.1).
+awaited in the next one, so that planning overlaps the device (docs/rules.md, R24).
 """
 
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from mdi_shared.balance import SHARES, Offer
 from mdi_shared.plan import Advance, Ending, StepOutcome, StepPlan, StepResult
 from mdi_shared.request import REASONS, Request, State
 from mdi_shared.scheduler import Scheduler
@@ -45,16 +44,6 @@ class Vote:
 
     topic: str
     ballot: Ballot
-
-
-@dataclass(frozen=True, slots=True)
-class Balance:
-    """Agree with the other ranks on a share of the target step time (`balance.py`).
-
-    Only in a group with `balance_target`. Answer: int, `best_share` of all ranks' offers.
-    """
-
-    offer: Offer
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +83,7 @@ class Report:
     advance: Advance | None = None
 
 
-Effect = Poll | Vote | Balance | Launch | AwaitStep | AwaitArrival | Report
+Effect = Poll | Vote | Launch | AwaitStep | AwaitArrival | Report
 Answer = News | StepResult | bool | int | None
 Loop = Generator[Effect, Answer, None]
 
@@ -140,7 +129,7 @@ def _take_news(scheduler: Scheduler) -> Loop:
 
 
 def _plan(scheduler: Scheduler, num_ranks: int) -> Generator[Effect, Answer, StepPlan]:
-    """Decide between prefill and decode, with the group where there is one (§2.2)."""
+    """Decide between prefill and decode, with the group where there is one (R6)."""
     ballot = scheduler.ballot()
     if ballot.rule == NONE:
         return scheduler.plan_decode(ballot)
@@ -149,8 +138,7 @@ def _plan(scheduler: Scheduler, num_ranks: int) -> Generator[Effect, Answer, Ste
         go = yield Vote("prefill", ballot)
     if not go:
         return scheduler.plan_decode(ballot)
-    share = yield from _agree_on_share(scheduler, ballot, num_ranks)
-    plan = scheduler.try_prefill(ballot, share) if ballot.want else None
+    plan = scheduler.try_prefill(ballot) if ballot.want else None
     admitted: Answer = plan is not None
     if num_ranks > 1:
         # Without this second vote, ranks that cannot admit anyone would keep the group on empty
@@ -158,18 +146,7 @@ def _plan(scheduler: Scheduler, num_ranks: int) -> Generator[Effect, Answer, Ste
         admitted = yield Vote("admitted", Ballot(ANY, plan is not None))
     if not admitted:
         return scheduler.plan_decode(ballot)
-    return plan if plan is not None else scheduler.plan_idle_prefill(ballot, share)
-
-
-def _agree_on_share(
-    scheduler: Scheduler, ballot: Ballot, num_ranks: int
-) -> Generator[Effect, Answer, int]:
-    """Return the share of the target step time to fill: all of it on a rank of its own."""
-    if num_ranks == 1 or not scheduler.balances:
-        return SHARES
-    share = yield Balance(scheduler.offer(ballot))
-    assert isinstance(share, int), share
-    return share
+    return plan if plan is not None else scheduler.plan_idle_prefill(ballot)
 
 
 def _without_aborted(ignored: tuple[Ending, ...]) -> tuple[Ending, ...]:

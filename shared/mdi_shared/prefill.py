@@ -1,4 +1,4 @@
-"""Which prompts, and how much of each, make the next prefill step (engine-semantics §2.3).
+"""Which prompts, and how much of each, make the next prefill step (docs/rules.md, R8).
 
 Admission is strictly first come, first served: the first sequence that cannot be admitted stops
 the search. At most one prompt is left partial, and it is the last of the step.
@@ -7,6 +7,7 @@ the search. At most one prompt is left partial, and it is the last of the step.
 from mdi_shared.blocks import Fit
 from mdi_shared.chunking import ChunkPolicy
 from mdi_shared.cost.work import PromptRow
+from mdi_shared.errors import UpstreamCheckError
 from mdi_shared.plan import Ending
 from mdi_shared.queues import Queues
 from mdi_shared.request import Sequence, State
@@ -15,18 +16,15 @@ from mdi_shared.request import Sequence, State
 class PrefillBatch:
     """The step being assembled, with the room that is left."""
 
-    __slots__ = (
-        "ignored", "k_room", "new_blocks", "picked", "policy", "qs", "rows", "used_tokens",
-    )  # fmt: skip
+    __slots__ = ("ignored", "is_partial", "k_room", "new_blocks", "picked", "rows", "used_tokens")
 
-    def __init__(self, k_room: int, policy: ChunkPolicy) -> None:
-        self.policy = policy
+    def __init__(self, k_room: int) -> None:
         self.picked: list[Sequence] = []
-        self.qs: list[int] = []
+        self.rows: list[PromptRow] = []  # of each picked one: q, k and full length
         self.new_blocks: list[tuple[int, ...]] = []
-        self.rows: list[PromptRow] = []  # for the chunk policy
+        self.is_partial = False  # the last one's prompt goes on after this step
         self.ignored: list[Ending] = []
-        self.used_tokens = 0
+        self.used_tokens = 0  # padded for context parallelism
         self.k_room = k_room  # sum of full lengths still allowed
 
 
@@ -39,23 +37,18 @@ class PrefillSelection:
         self.queues = queues
         self.policy = policy
 
-    def select(self, policy: ChunkPolicy | None = None) -> PrefillBatch | None:
+    def select(self) -> PrefillBatch | None:
         """Take sequences out of `waiting`; None when neither a sequence nor a rejection came up.
 
-        A batch that holds only rejections still counts as a prefill step. `policy` replaces the
-        own one this time.
+        A batch that holds only rejections still counts as a prefill step.
         """
         queues, config = self.queues, self.queues.config
-        batch = PrefillBatch(config.prefill_max_sum_seqlen_k, policy or self.policy)
-        while queues.waiting:
+        batch = PrefillBatch(config.prefill_max_sum_seqlen_k)
+        while queues.waiting and not batch.is_partial:
             seq = queues.waiting[0]
             if seq.is_finished:
-                queues.waiting.popleft()
-                queues.num_dead_waiting -= 1
-                batch.ignored.append(queues.drop_dead(seq))
+                batch.ignored.append(queues.drop_dead_head())
                 continue
-            if not seq.schedulable:
-                break
             if not seq.block_table:
                 fit = queues.fits(seq)
                 if seq.num_tokens > config.prompt_limit or fit is Fit.NEVER:
@@ -66,52 +59,28 @@ class PrefillSelection:
             tokens = self._tokens_to_run(batch, seq)
             if tokens == 0:
                 break
-            if self._take_head(batch, seq, tokens):
-                break  # a partial prompt is the last of its step
+            self._take_head(batch, seq, tokens)
         return batch if batch.picked or batch.ignored else None
 
-    def preview(self, policy: ChunkPolicy) -> list[PromptRow]:
-        """Return the rows `select` would pick with `policy`, checkpoints aside; changes nothing."""
-        queues, config = self.queues, self.queues.config
-        rows: list[PromptRow] = []
-        seats = config.max_num_seqs - len(queues.running)
-        free_blocks, free_slots = queues.blocks.num_free, queues.slots.num_free
-        used, k_room, align = 0, config.prefill_max_sum_seqlen_k, config.cp_align
-        for seq in queues.waiting:
-            if seq.is_finished:
-                continue
-            if not seq.schedulable:
-                break
-            if not seq.block_table:
-                if seq.num_tokens > config.prompt_limit or queues.fits(seq) is Fit.NEVER:
-                    continue
-                free_blocks -= queues.blocks_needed(seq)
-                free_slots -= 1
-            k_room -= seq.num_tokens
-            if min(free_blocks, free_slots, k_room) < 0 or len(rows) >= seats:
-                break
-            work, room = seq.num_tokens - seq.cached, (config.token_budget - used) // align * align
-            tokens = policy.chunk_tokens(rows, seq.cached, work, room, seq.num_tokens)
-            if tokens < max(config.lookahead, 1) or (tokens < work and not config.chunked_prefill):
-                break
-            used += -(-tokens // align) * align
-            rows.append((tokens, seq.cached + tokens, seq.num_tokens))
-            if tokens < work:
-                break
-        return rows
-
     def _tokens_to_run(self, batch: PrefillBatch, seq: Sequence) -> int:
-        """Steps 4 to 11 of §2.3; 0 = it must wait. Consumes checkpoints even then (§13.10)."""
+        """Return how many tokens of the head to run (R10 to R16); 0 = it must wait.
+
+        A checkpoint is consumed even then (R14).
+        """
         config = self.queues.config
-        if len(self.queues.running) + len(batch.picked) + 1 > config.max_num_seqs:
+        if len(self.queues.running) + len(batch.picked) >= config.max_num_seqs:
             return 0
         if batch.k_room < seq.num_tokens:
             return 0
         batch.k_room -= seq.num_tokens
         work = seq.num_tokens - seq.cached
-        align = config.cp_align
-        room = (config.token_budget - batch.used_tokens) // align * align
-        tokens = batch.policy.chunk_tokens(batch.rows, seq.cached, work, room, seq.num_tokens)
+        if config.strict_upstream and work < config.lookahead:
+            raise UpstreamCheckError(
+                f"lookahead = {config.lookahead}: the production engine stops here, for request "
+                f"{seq.request.req_id!r} has {work} tokens left to prefill"
+            )
+        room = (config.token_budget - batch.used_tokens) // config.cp_align * config.cp_align
+        tokens = self.policy.chunk_tokens(batch.rows, seq.cached, work, room, seq.num_tokens)
         assert 0 <= tokens <= min(work, room), f"chunk policy asked for {tokens} of {work} tokens"
         while seq.checkpoints and seq.checkpoints[0] <= seq.cached:
             seq.checkpoints.pop(0)
@@ -123,24 +92,22 @@ class PrefillSelection:
         if config.strict_upstream:
             return tokens if tokens >= max(config.lookahead, 1) else 0
         # A short chunk waits for a step with more room. The end of a prompt never gets longer, and
-        # nothing comes before the first chunk of a step: waiting would help neither (§2.3, 11).
+        # nothing comes before the first chunk of a step: waiting would help neither (R16).
         is_short = tokens < config.lookahead and tokens < work
         return 0 if is_short and batch.picked else tokens
 
-    def _take_head(self, batch: PrefillBatch, seq: Sequence, tokens: int) -> bool:
-        """Commit the head to the step; return True when its prompt stays partial."""
+    def _take_head(self, batch: PrefillBatch, seq: Sequence, tokens: int) -> None:
+        """Commit the head to the step."""
         queues, align = self.queues, self.queues.config.cp_align
         queues.waiting.popleft()
         held = len(seq.block_table)
         if not held:
             queues.allocate(seq)
-        rest = seq.num_tokens - seq.cached - tokens
-        seq.chunk_rest = rest
-        if rest == 0:
+        k = seq.cached + tokens
+        batch.is_partial = k < seq.num_tokens
+        if not batch.is_partial:
             seq.become(State.RUNNING)
         batch.used_tokens += -(-tokens // align) * align
         batch.picked.append(seq)
-        batch.qs.append(tokens)
+        batch.rows.append((tokens, k, seq.num_tokens))
         batch.new_blocks.append(tuple(seq.block_table[held:]))
-        batch.rows.append((tokens, seq.cached + tokens, seq.num_tokens))
-        return rest > 0

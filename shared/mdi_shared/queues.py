@@ -5,7 +5,7 @@ first) and `running`. This file moves sequences and memory; who is chosen is dec
 `prefill.py` and `decode.py`.
 """
 
-from collections import deque
+from collections import Counter, deque
 
 from mdi_shared.blocks import BlockPool, Fit
 from mdi_shared.config import SchedulerConfig
@@ -19,8 +19,9 @@ class Queues:
     __slots__ = (
         "blocks",
         "config",
-        "dead_running",
+        "leaked",
         "live",
+        "num_dead_running",
         "num_dead_waiting",
         "order_is_stale",
         "running",
@@ -35,9 +36,10 @@ class Queues:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.live: dict[str, Sequence] = {}  # by request id, until finished
-        # Finished members, noted when it happens so that no step must search for them.
+        # Finished members, counted when it happens so that no step searches in vain.
         self.num_dead_waiting = 0
-        self.dead_running: list[Sequence] = []
+        self.num_dead_running = 0
+        self.leaked: list[tuple[str, int]] = []  # blocks that nobody can return, by request id
         self.order_is_stale = False  # somebody joined `running` since it was last sorted
 
     def fits(self, seq: Sequence) -> Fit:
@@ -48,7 +50,7 @@ class Queues:
         return fit
 
     def allocate(self, seq: Sequence) -> None:
-        """Reserve blocks for all its tokens, then a slot (§3)."""
+        """Reserve blocks for all its tokens, then a slot (R8)."""
         held = len(seq.block_table) + seq.slot
         assert held == 0, f"{seq.request.req_id!r} holds memory already"
         self.add_blocks(seq, self.blocks_needed(seq))
@@ -74,16 +76,18 @@ class Queues:
             seq.slot = 0
 
     def join_running(self, seq: Sequence) -> None:
+        """Append a sequence whose prompt is done; its first token may have ended it already."""
         self.running.append(seq)
         self.order_is_stale = True
-        if seq.is_finished:
-            self.dead_running.append(seq)
+        self.num_dead_running += seq.is_finished
 
     def take_dead_running(self) -> list[Sequence]:
-        """Remove finished members of `running`; they keep their memory for now (§2.7)."""
-        dead, self.dead_running = self.dead_running, []
-        for seq in dead:
-            self.running.remove(seq)
+        """Remove finished members of `running`, in its order; they keep their memory for now."""
+        if self.num_dead_running == 0:
+            return []
+        dead = [seq for seq in self.running if seq.is_finished]
+        self.running = [seq for seq in self.running if not seq.is_finished]
+        self.num_dead_running = 0
         return dead
 
     def requeue(self, seq: Sequence) -> None:
@@ -100,7 +104,7 @@ class Queues:
             self.waiting.appendleft(seq)
 
     def preempt(self, seq: Sequence) -> Ending | None:
-        """Take a running sequence's memory at once; its step in flight will be dropped (§2.5).
+        """Take a running sequence's memory at once; its step in flight will be dropped (R19).
 
         Returns an ending when the configuration stops preempted requests instead of
         recomputing them.
@@ -115,12 +119,19 @@ class Queues:
         self.requeue(seq)
         return None
 
-    def drop_dead(self, seq: Sequence) -> Ending:
-        """Book a finished sequence out of the queue; the caller has taken it from `waiting`.
+    def drop_dead_head(self) -> Ending:
+        """Remove the head, which is finished."""
+        self.num_dead_waiting -= 1
+        return self._book_out(self.waiting.popleft())
 
-        Upstream forgets the memory of one that was aborted between two chunks (§2.6).
+    def _book_out(self, seq: Sequence) -> Ending:
+        """Return the ending of a finished sequence that was taken from `waiting`.
+
+        Upstream forgets the memory of one that was aborted between two chunks (R20).
         """
-        if not self.config.strict_upstream:
+        if self.config.strict_upstream:
+            self.leaked += [(seq.request.req_id, len(seq.block_table))] if seq.block_table else []
+        else:
             self.release(seq)
         return Ending(seq.seq_id, seq.finish_reason, seq.output_len)
 
@@ -131,43 +142,45 @@ class Queues:
         dead = [seq for seq in self.waiting if seq.is_finished]
         self.waiting = deque(seq for seq in self.waiting if not seq.is_finished)
         self.num_dead_waiting = 0
-        return [self.drop_dead(seq) for seq in dead]
+        return [self._book_out(seq) for seq in dead]
 
     def reject_head(self) -> Ending:
         """Refuse the head for good: too long for the model, the budget or the pool."""
         seq = self.waiting.popleft()
         seq.become(State.IGNORED)
         self.live.pop(seq.request.req_id, None)
-        return self.drop_dead(seq)
+        return self._book_out(seq)
 
     def check_integrity(self) -> None:
-        """Assert I1, I2, I6, I7 of engine-semantics §1.5 and that no id is lost or held twice."""
-        held: dict[int, int] = {}
-        slots: set[int] = set()
-        for seq in (*self.waiting, *self.running):
-            name = seq.request.req_id
-            if seq.is_finished and self.config.strict_upstream:
-                continue
-            assert 0 <= seq.cached <= seq.num_tokens, f"I1: {name} cached {seq.cached}"
-            assert bool(seq.block_table) == bool(seq.slot), f"I7: {name} holds half its memory"
-            assert seq.capacity == len(seq.block_table) * self.config.block_size, name
-            for block in seq.block_table:
-                assert block >= 1, f"I7: {name} holds block 0"
-                held[block] = held.get(block, 0) + 1
-            if seq.slot:
-                assert seq.slot not in slots, f"slot {seq.slot} has two owners"
-                slots.add(seq.slot)
+        """Assert what holds of members, memory and counts between engine steps."""
+        members = (*self.waiting, *self.running)
+        ids = [seq.seq_id for seq in members]
+        assert len(ids) == len(set(ids)), "a sequence stands in two queues"
+        for seq in members:
+            self._check_member(seq)
+        self._check_owners()
         for seq in self.running:
-            assert seq.state is not State.WAITING, f"I6: {seq.request.req_id} is in the wrong queue"
+            assert seq.state is not State.WAITING, f"{seq.request.req_id} is in the wrong queue"
             if not seq.is_finished and seq.inflight_total == 0:
-                assert seq.cached == seq.num_tokens - 1, f"I2: {seq.request.req_id}"
-        for block, count in held.items():
-            assert self.blocks.references(block) == count, f"block {block}: {count} owners"
+                assert seq.cached == seq.num_tokens - 1, f"{seq.request.req_id}: not all is cached"
         for seq in list(self.waiting)[1:]:
             behind = bool(seq.block_table) and not seq.is_finished
             assert not behind or self.config.strict_upstream, "only the head may hold blocks"
         assert self.num_dead_waiting == sum(seq.is_finished for seq in self.waiting)
-        dead = {seq.seq_id for seq in self.running if seq.is_finished}
-        assert dead == {seq.seq_id for seq in self.dead_running}, "finished ones are miscounted"
-        ids = [seq.seq_id for seq in (*self.waiting, *self.running)]
-        assert len(ids) == len(set(ids)), "I6: a sequence stands in two queues"
+        assert self.num_dead_running == sum(seq.is_finished for seq in self.running)
+
+    def _check_member(self, seq: Sequence) -> None:
+        name = seq.request.req_id
+        assert 0 <= seq.cached <= seq.num_tokens, f"{name} has {seq.cached} tokens cached"
+        assert bool(seq.block_table) == bool(seq.slot), f"{name} holds half its memory"
+        assert seq.capacity == len(seq.block_table) * self.config.block_size, name
+        assert 0 not in seq.block_table, f"{name} holds block 0"
+
+    def _check_owners(self) -> None:
+        """Assert that every block and slot in use has as many owners as references."""
+        members = (*self.waiting, *self.running)
+        blocks = Counter(block for seq in members for block in seq.block_table)
+        slots = Counter(seq.slot for seq in members if seq.slot)
+        for pool, held in ((self.blocks, blocks), (self.slots, slots)):
+            for owned, count in held.items():
+                assert pool.references(owned) == count, f"id {owned} has {count} owners"

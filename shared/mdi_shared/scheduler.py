@@ -2,16 +2,15 @@
 
 It has no clock, no randomness, no I/O and no device. `plan_*` choose and book a step, `commit`
 books what it produced; several decode steps may be in flight between the two (asynchronous
-scheduling, ZOS, engine-semantics §4). Only `loop.py` calls these methods in a running engine.
+scheduling, ZOS: docs/rules.md, R24). Only `loop.py` calls these methods in a running engine.
 
 Read next: `prefill.py` and `decode.py` (who is chosen), `queues.py` (memory), `loop.py`.
 """
 
 from collections import deque
 
-from mdi_shared.balance import SHARES, Offer, make_offer
-from mdi_shared.chunking import ChunkPolicy, CostTarget, TokenBudget
-from mdi_shared.commit import Flight, commit_step, dropped_rows
+from mdi_shared.chunking import ChunkPolicy, TokenBudget
+from mdi_shared.commit import InFlightStep, commit_step, dropped_rows
 from mdi_shared.config import WATERMARK, SchedulerConfig
 from mdi_shared.decode import DecodeSelection
 from mdi_shared.errors import ConfigError, DeadlockError
@@ -48,10 +47,11 @@ class Scheduler:
         self.num_preempted = 0
         self._prefill = PrefillSelection(self.queues, self.policy)
         self._decode = DecodeSelection(self.queues)
-        self._flights: deque[Flight] = deque()
+        self._in_flight: deque[InFlightStep] = deque()  # oldest first
         self._to_release: list[Sequence] = []
         self._next_seq_id = 0
-        self._idle_turns = 0
+        self._idle_turns = 0  # in a row, with the same head in the same state
+        self._idle_head = (-1, 0)
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -85,7 +85,7 @@ class Scheduler:
         if seq.state is State.WAITING:
             self.queues.num_dead_waiting += 1
         else:
-            self.queues.dead_running.append(seq)
+            self.queues.num_dead_running += 1
         seq.become(State.ABORTED)
         return Ending(seq.seq_id, seq.finish_reason, seq.output_len)
 
@@ -95,9 +95,9 @@ class Scheduler:
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._flights)
+        return len(self._in_flight)
 
-    # ---- prefill or decode (§2.2) --------------------------------------------------------------
+    # ---- prefill or decode (R6) ---------------------------------------------------------------
 
     def ballot(self) -> Ballot:
         """Return the voting rule of this turn and what this rank wants; changes nothing."""
@@ -110,44 +110,26 @@ class Scheduler:
     def want_prefill(self) -> bool:
         """Say whether this rank has a prompt to run and memory below the watermark.
 
-        Unless `strict_upstream`, the watermark yields when the head holds its blocks already, or
-        when nothing is running: upstream can wait there for ever (§2.11).
+        Unless `strict_upstream`, the watermark yields when the head holds its blocks already:
+        upstream can wait there for ever (R22).
         """
         queues = self.queues
-        if not queues.waiting or not queues.waiting[0].schedulable:
+        if not queues.waiting:
             return False
         if queues.blocks.usage <= WATERMARK:
             return True
         if self.config.strict_upstream:
             return False
-        return bool(queues.waiting[0].block_table) or not queues.running
+        return bool(queues.waiting[0].block_table)
 
-    @property
-    def balances(self) -> bool:
-        """Whether a group agrees on the step time that its chunks aim at."""
-        return self.config.balance_target and isinstance(self.policy, CostTarget)
-
-    def offer(self, ballot: Ballot) -> Offer:
-        """Return what this rank would prefill at each share of its target; changes nothing."""
-        assert isinstance(self.policy, CostTarget), "only a target has shares"
-        return make_offer(self._prefill, self.policy) if ballot.want else Offer()
-
-    def try_prefill(self, ballot: Ballot, share: int = SHARES) -> StepPlan | None:
-        """Plan a prefill step, or return None when nothing at all can be admitted.
-
-        `share` is how much of the target step time the group has agreed on (`balance.py`).
-        """
-        batch = self._prefill.select(self._policy_at(share))
+    def try_prefill(self, ballot: Ballot) -> StepPlan | None:
+        """Plan a prefill step, or return None when nothing at all can be admitted."""
+        batch = self._prefill.select()
         return None if batch is None else self._plan_prefill(batch, ballot)
 
-    def plan_idle_prefill(self, ballot: Ballot, share: int = SHARES) -> StepPlan:
+    def plan_idle_prefill(self, ballot: Ballot) -> StepPlan:
         """Plan an empty prefill step, for a rank whose group prefills without it."""
-        return self._plan_prefill(PrefillBatch(0, self._policy_at(share)), ballot)
-
-    def _policy_at(self, share: int) -> ChunkPolicy:
-        if share == SHARES or not isinstance(self.policy, CostTarget):
-            return self.policy
-        return self.policy.at(share, SHARES)
+        return self._plan_prefill(PrefillBatch(k_room=0), ballot)
 
     def plan_decode(self, ballot: Ballot) -> StepPlan:
         """Plan a decode step, maybe an empty one; raises `DeadlockError` if none can ever help."""
@@ -178,7 +160,7 @@ class Scheduler:
             num_batched_tokens=rows * len(batch),
         )
         self._check_progress(plan)
-        self._take_off(Flight(plan, batch))
+        self._put_in_flight(plan, batch)
         self.decode_step += 1
         return plan
 
@@ -188,13 +170,13 @@ class Scheduler:
             step=self._next_step(),
             kind=PREFILL if picked else IDLE_PREFILL,
             seq_ids=tuple(seq.seq_id for seq in picked),
-            qs=tuple(batch.qs),
-            ks=tuple(seq.cached + q for seq, q in zip(picked, batch.qs, strict=True)),
-            full_lens=tuple(seq.num_tokens for seq in picked),
+            qs=tuple(q for q, _, _ in batch.rows),
+            ks=tuple(k for _, k, _ in batch.rows),
+            full_lens=tuple(full_len for _, _, full_len in batch.rows),
             slots=tuple(seq.slot for seq in picked),
             num_blocks=tuple(len(seq.block_table) for seq in picked),
             new_blocks=tuple(batch.new_blocks),
-            is_partial=bool(picked) and picked[-1].chunk_rest > 0,
+            is_partial=batch.is_partial,
             ignored=tuple(batch.ignored),
             decode_step=self.decode_step,
             vote=ballot.rule,
@@ -202,9 +184,9 @@ class Scheduler:
             free_blocks=self.queues.blocks.num_free,
             free_slots=self.queues.slots.num_free,
             num_batched_tokens=batch.used_tokens,
-            target_ns=batch.policy.target_ns,
+            target_ns=self.policy.target_ns,
         )
-        self._take_off(Flight(plan, picked))
+        self._put_in_flight(plan, picked)
         self.decode_step = 0
         self._idle_turns = 0
         return plan
@@ -213,12 +195,12 @@ class Scheduler:
         self.step += 1
         return self.step
 
-    def _take_off(self, flight: Flight) -> None:
-        """Advance the sequences as if the step were done, up to what it will emit (§1.3)."""
+    def _put_in_flight(self, plan: StepPlan, seqs: list[Sequence]) -> None:
+        """Advance the sequences as if the step were done, up to what it will emit (R3)."""
         most = 1 + self.config.num_draft_tokens
-        for seq in flight.seqs:
+        for seq in seqs:
             seq.inflight_total += most
-        self._flights.append(flight)
+        self._in_flight.append(InFlightStep(plan, seqs))
 
     def _check_progress(self, plan: StepPlan) -> None:
         """Raise when this and every later step is an empty decode although requests wait."""
@@ -226,40 +208,40 @@ class Scheduler:
         if plan.seq_ids or plan.finished or plan.ignored or plan.preempted or not queues.waiting:
             self._idle_turns = 0
             return
-        head = queues.waiting[0]
-        if queues.running or not head.schedulable:
+        if queues.running:
             return
-        above = self.config.strict_upstream and queues.blocks.usage > WATERMARK
-        # By the second ANY point every rank has tried to prefill with nothing in its way; but
-        # without chunking, each checkpoint costs the head one attempt (§13.10).
-        self._idle_turns += not head.checkpoints
-        if above or self._idle_turns > 2 * self.config.prefill_any_attempt_interval:
-            reason = (
+        # Without chunking each checkpoint costs the head one attempt: that is progress, too.
+        head = (queues.waiting[0].seq_id, len(queues.waiting[0].checkpoints))
+        self._idle_turns = self._idle_turns + 1 if head == self._idle_head else 1
+        self._idle_head = head
+        if self.config.strict_upstream and queues.blocks.usage > WATERMARK:
+            raise self._deadlock(
                 f"nothing runs and {queues.blocks.usage:.0%} of the KV pool is held, above the "
                 f"{WATERMARK:.0%} up to which a prefill is wanted"
-                if above
-                else "nothing runs and the first waiting request cannot be admitted"
             )
-            raise DeadlockError(
-                reason,
-                [(s.request.req_id, len(s.block_table)) for s in queues.waiting if s.block_table],
-            )
+        # By the second ANY point every rank has tried to prefill with nothing in its way.
+        if self._idle_turns > 2 * self.config.prefill_any_attempt_interval:
+            raise self._deadlock("nothing runs and the first waiting request cannot be admitted")
 
-    # ---- results (§1.3) ------------------------------------------------------------------------
+    def _deadlock(self, reason: str) -> DeadlockError:
+        holders = [(s.request.req_id, len(s.block_table)) for s in self.queues.waiting]
+        return DeadlockError(reason, [h for h in holders if h[1]], self.queues.leaked)
+
+    # ---- results (R3) -------------------------------------------------------------------------
 
     def commit(self, result: StepResult) -> StepOutcome:
         """Book the result of the oldest step in flight and return what became visible.
 
         Rows of sequences that finished or were preempted meanwhile are dropped.
         """
-        return commit_step(self.queues, self._flights.popleft(), result)
+        return commit_step(self.queues, self._in_flight.popleft(), result)
 
     def unfinished(self) -> tuple[tuple[int, int], ...]:
         """Return (sequence id, output tokens so far) of every live request."""
         return tuple((seq.seq_id, seq.output_len) for seq in self.queues.live.values())
 
     def release(self) -> None:
-        """Return the memory of sequences the newest plan listed as finished (§2.7)."""
+        """Return the memory of sequences the newest plan listed as finished (R21)."""
         for seq in self._to_release:
             self.queues.release(seq)
         self._to_release.clear()
@@ -273,12 +255,12 @@ class Scheduler:
         when the next step cannot be foretold. Asked right after `plan` was made.
         """
         config, queues = self.config, self.queues
-        batch = self._flights[-1].seqs
+        batch = self._in_flight[-1].seqs
         foretold = (
             plan.kind in (DECODE, IDLE_DECODE)
             and not config.strict_upstream
             and config.num_draft_tokens == 0
-            and len(self._flights) == (2 if config.enable_zos else 1)
+            and self.num_in_flight == (2 if config.enable_zos else 1)
         )
         if not foretold or (not batch and not queues.waiting):
             return 1, 1
@@ -295,19 +277,19 @@ class Scheduler:
         ballot and plan_decode, where `repeats` promised more than `count` steps.
         """
         self.release()
-        queues, flight = self.queues, self._flights[-1]
-        batch = flight.seqs
-        dropped = dropped_rows(self._flights[0]) if len(self._flights) > 1 else ()
+        queues, newest = self.queues, self._in_flight[-1]
+        batch = newest.seqs
+        dropped = dropped_rows(self._in_flight[0]) if self.num_in_flight > 1 else ()
         free_blocks = Growth(batch, queues).take(count)
         for seq in batch:
             seq.num_tokens += count
             seq.output_len += count
             seq.cached += count
-        if len(self._flights) > 1:
-            self._flights[0] = Flight(flight.plan, batch)
-            self._flights[0].step = self.step + count - 1
+        if self.num_in_flight > 1:
+            self._in_flight[0] = InFlightStep(newest.plan, batch)
+            self._in_flight[0].number = self.step + count - 1
         self.step += count
-        flight.step = self.step
+        newest.number = self.step
         self.decode_step += count
         return Advance(
             count=count,
@@ -319,15 +301,13 @@ class Scheduler:
         )
 
     def check_integrity(self) -> None:
-        """Assert the invariants of engine-semantics §1.5 that hold between engine steps."""
+        """Assert the invariants that hold between engine steps."""
         self.queues.check_integrity()
         rows = 1 + self.config.num_draft_tokens
         for seq in self.queues.running:
+            name, touched = seq.request.req_id, seq.cached + seq.inflight_total
             if not seq.is_finished:
-                assert seq.inflight_total in (0, rows), f"I3, I4: {seq.request.req_id!r}"
-                assert seq.capacity >= seq.cached + seq.inflight_total, (
-                    f"I8: {seq.request.req_id!r}"
-                )
-            assert seq.output_len <= seq.request.max_tokens, f"I11: {seq.request.req_id!r}"
-            touched = seq.cached + seq.inflight_total
-            assert touched <= self.config.runtime_max_model_len, f"I12: {seq.request.req_id!r}"
+                assert seq.inflight_total in (0, rows), f"{name}: {seq.inflight_total} in flight"
+                assert seq.capacity >= touched, f"{name}: rows in flight have no block"
+            assert seq.output_len <= seq.request.max_tokens, f"{name}: past max_tokens"
+            assert touched <= self.config.runtime_max_model_len, f"{name}: past the last position"

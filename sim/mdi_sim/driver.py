@@ -1,12 +1,13 @@
 """Drives one rank's serving loop in virtual time: a SimPy process that answers effects.
 
-It charges host time and device time by the timing law of engine-semantics §4.7 and decides
+It charges host time and device time by the timing law (docs/rules.md, R26) and decides
 nothing about requests, blocks or tokens. `tests/parity` drives the same loop with a plain
 blocking driver and expects the same plans.
 """
 
 from collections import deque
 from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
 
 import simpy
 
@@ -17,7 +18,6 @@ from mdi_shared.loop import (
     Answer,
     AwaitArrival,
     AwaitStep,
-    Balance,
     Effect,
     Launch,
     News,
@@ -39,54 +39,33 @@ class TimeIsUp(Exception):
     """Ends a run at its time limit, out of whichever rank reaches it first."""
 
 
-class _Flight:
-    """A launched step: its plan and when its device ends."""
-
-    __slots__ = ("plan", "step")
-
-    def __init__(self, plan: StepPlan, step: DeviceStep) -> None:
-        self.plan = plan
-        self.step = step
-
-
+@dataclass(eq=False, kw_only=True)
 class RankDriver:
     """One data-parallel rank of a simulated run.
 
-    `request_of` builds the request of a trace row and says where its model stops it early.
+    `request_of` builds the request of a trace row and says where its model stops it early. The run
+    ends at `until_ns`, if given. `fast_forward` takes steps of one batch in one go; it changes no
+    result. `on_progress` is told how many requests have ended.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        *,
-        group: Group,
-        scheduler: Scheduler,
-        source: Source,
-        outcomes: Outcomes,
-        recorder: RankRecorder,
-        request_of: Callable[[int], tuple[Request, int | None]],
-        shape: ModelShape,
-        cost: StepCost,
-        until_ns: int | None = None,
-        fast_forward: bool = True,
-        on_progress: Callable[[int], None] | None = None,
-    ) -> None:
-        self.rank = rank
-        self.group = group
-        self.scheduler = scheduler
-        self.source = source
-        self.outcomes = outcomes
-        self.recorder = recorder
-        self.request_of = request_of
-        self.shape = shape
-        self.cost = cost
-        self.until_ns = until_ns
-        self.fast_forward = fast_forward
-        self.on_progress = on_progress
+    rank: int = field(kw_only=False)
+    group: Group
+    scheduler: Scheduler
+    source: Source
+    outcomes: Outcomes
+    recorder: RankRecorder
+    request_of: Callable[[int], tuple[Request, int | None]]
+    shape: ModelShape
+    cost: StepCost
+    until_ns: int | None = None
+    fast_forward: bool = True
+    on_progress: Callable[[int], None] | None = None
+
+    def __post_init__(self) -> None:
         self.poll_ns = 0
         self.wait_ns = 0  # spent at barriers since the last poll
         self.ingress_ns = 0  # what taking in the arrivals of the last poll costs
-        self._flights: deque[_Flight] = deque()
+        self._in_flight: deque[tuple[StepPlan, DeviceStep]] = deque()  # oldest first
         self._due_waiting: list[int] = []  # since the poll, per repeat: arrivals not yet polled
 
     def run(self) -> Generator[simpy.Event, None, None]:
@@ -115,8 +94,6 @@ class RankDriver:
             verdict = yield from self.group.vote(effect.ballot)
             self.wait_ns += self.now - arrived
             return verdict
-        if isinstance(effect, Balance):  # right after a vote: nobody waits here
-            return (yield from self.group.balance(effect.offer))
         assert isinstance(effect, AwaitArrival), effect
         return (yield from self._await_arrival())
 
@@ -164,18 +141,18 @@ class RankDriver:
         planned = self.now + self.ingress_ns + schedule
         yield from self._sleep_until(planned + launch)
         if plan.is_prefill or not self.fast_forward or effect.repeats_if_quiet == 1:
-            self._take_off(plan, step_work(self.shape, plan), planned, self.now)
+            self._launch_one(plan, step_work(self.shape, plan), planned, self.now)
             return 1
         return (yield from self._launch_many(effect, planned))
 
     def _await_step(self) -> Generator[simpy.Event, None, StepResult]:
-        flight = self._flights.popleft()
-        if flight.step.end_ns < 0:
-            yield flight.step.known
-        process = self._host_times(flight.plan)[2]
-        yield from self._sleep_until(max(self.now, flight.step.end_ns) + process)
-        self._landed(flight, self.now, process)
-        return self.outcomes.result(flight.plan)
+        plan, step = self._in_flight.popleft()
+        if step.end_ns < 0:
+            yield step.known
+        process = self._host_times(plan)[2]
+        yield from self._sleep_until(max(self.now, step.end_ns) + process)
+        self.recorder.landed(step.start_ns, step.end_ns, self.now, process)
+        return self.outcomes.result(plan)
 
     def _report(self, report: Report) -> None:
         if self.outcomes.needs_lengths:
@@ -192,7 +169,7 @@ class RankDriver:
             for seq_id, new in zip(report.outcome.seq_ids, report.outcome.tokens, strict=True):
                 lengths[seq_id] = lengths.get(seq_id, 0) + len(new)
         if report.advance is not None:
-            for seq_id in self._flights[-1].plan.seq_ids:
+            for seq_id in self._in_flight[-1][0].seq_ids:
                 lengths[seq_id] = lengths.get(seq_id, 0) + report.advance.count
 
     # ---- steps ---------------------------------------------------------------------------------
@@ -207,24 +184,18 @@ class RankDriver:
             len(plan.seq_ids), plan.prompt_tokens, is_alone=self.group.size == 1
         )
 
-    def _take_off(
+    def _launch_one(
         self, plan: StepPlan, work: StepWork, planned_ns: int, launched_ns: int, repeat: int = 0
     ) -> None:
         device_ns = 0 if self._is_nothing(plan) else self.cost.device_ns(work)
         queued_ns = launched_ns + self.cost.host.queue(plan.prompt_tokens)
-        self._fly(plan, self.group.launch(self.rank, launched_ns, device_ns, work, queued_ns))
+        step = self.group.launch(self.rank, launched_ns, device_ns, work, queued_ns)
+        self._in_flight.append((plan, step))
         times = (self.poll_ns, planned_ns, launched_ns, self.wait_ns, device_ns)
         if repeat == 0:
             self.recorder.launched(plan, work, times)
         else:
             self.recorder.repeated(work, times)
-
-    def _fly(self, plan: StepPlan, step: DeviceStep) -> None:
-        self._flights.append(_Flight(plan, step))
-
-    def _landed(self, flight: _Flight, done_ns: int, process_ns: int) -> None:
-        step = flight.step
-        self.recorder.landed(step.start_ns, step.end_ns, done_ns, process_ns)
 
     def _launch_many(self, effect: Launch, planned_ns: int) -> Generator[simpy.Event, None, int]:
         """Run one batch step after step, as far as the loop and the trace allow.
@@ -240,20 +211,21 @@ class RankDriver:
         while True:
             work = works.at(taken) if works is not None else idle
             assert work is not None, "an idle step has the work of its placeholder row"
-            self._take_off(plan, work, planned_ns, launched, taken)
+            self._launch_one(plan, work, planned_ns, launched, taken)
             taken += 1
             if taken >= most:
                 break
-            oldest = self._flights[0]
-            spent = process if oldest.plan is plan else self._host_times(oldest.plan)[2]
-            done = max(launched, oldest.step.end_ns) + spent
+            oldest, step = self._in_flight[0]
+            spent = process if oldest is plan else self._host_times(oldest)[2]
+            done = max(launched, step.end_ns) + spent
             due = self.source.count_due(done)
             # Where taking arrivals in takes time, each look at the world must be a real one.
             is_news = due and (taken >= effect.repeats or self.cost.host.ingress_ns_per_token)
             if is_news or (self.until_ns is not None and done >= self.until_ns):
                 break
             self._due_waiting.append(due)
-            self._landed(self._flights.popleft(), done, spent)
+            self._in_flight.popleft()
+            self.recorder.landed(step.start_ns, step.end_ns, done, spent)
             self.poll_ns = done
             planned_ns = done + schedule
             launched = planned_ns + launch

@@ -5,7 +5,6 @@ from typing import Any, Generic, TypeVar
 
 import simpy
 
-from mdi_shared.balance import Offer, best_share
 from mdi_shared.cost.group import GroupCost
 from mdi_shared.cost.step_cost import group_device_ns
 from mdi_shared.cost.work import StepWork
@@ -54,9 +53,9 @@ class DeviceStep:
 class Group:
     """The ranks' common state: where they meet, and their devices.
 
-    Every device start waits for the slowest rank (engine-semantics §4.7), and since ranks meet in
+    Every device start waits for the slowest rank (docs/rules.md, R26), and since ranks meet in
     each layer's expert exchange, the step ends for all with the slowest one, or when `cost` says
-    (§7.3). A group of one exchanges nothing.
+    (R34). A group of one exchanges nothing.
     """
 
     def __init__(
@@ -66,7 +65,6 @@ class Group:
         self.size = size
         self.cost = cost if size > 1 else None
         self._votes: Barrier[Ballot] = Barrier(env, size)
-        self._offers: Barrier[Offer] = Barrier(env, size)
         self._arrivals: Barrier[int | None] = Barrier(env, size)
         self._steps: list[DeviceStep] = []
         self._joined = [0] * size  # steps launched so far, per rank
@@ -76,11 +74,6 @@ class Group:
         """Combine the ranks' ballots; all leave when the last one has voted."""
         ballots = yield from self._votes.meet(ballot)
         return decide(ballot.rule, [b.want for b in ballots])
-
-    def balance(self, offer: Offer) -> Generator[simpy.Event, list[Any], int]:
-        """Return the share of the target step time that suits the ranks best together."""
-        offers = yield from self._offers.meet(offer)
-        return best_share(offers)
 
     def next_arrival(self, next_ns: int | None) -> Generator[simpy.Event, list[Any], int | None]:
         """Return the earliest arrival known to any rank; None when no rank knows of one.

@@ -105,12 +105,12 @@ def _recorded_policy(recorded: Run, config: SchedulerConfig, shape: ModelShape) 
 
 def _number_of_ranks(recorded: Run) -> int:
     """Count the ranks that left steps; they must be all there were."""
-    found = np.unique(ints(recorded.steps_table["rank"]))
-    stated = recorded.metadata.config.get("ranks", len(found))
-    if found.tolist() != list(range(int(stated))):
-        raise ConfigError("rank", found.tolist(), f"the record is of {stated} ranks, and only runs "
+    ranks = np.unique(ints(recorded.steps_table["rank"]))
+    stated = recorded.metadata.config.get("ranks", len(ranks))
+    if ranks.tolist() != list(range(int(stated))):
+        raise ConfigError("rank", ranks.tolist(), f"the record is of {stated} ranks, and only runs "
                           "with the steps of every rank can be replayed")  # fmt: skip
-    return len(found)
+    return len(ranks)
 
 
 def recorded_config(recorded: Run) -> SchedulerConfig:
@@ -204,15 +204,15 @@ class _RecordedDriver(RankDriver):
         yield from self._sleep_until(min(self._at("t_launch", index), _NEVER - 1))
         step = DeviceStep(self.group.env.event())
         step.start_ns, step.end_ns = self._at("t_dev_start", index), self._at("t_dev_end", index)
-        self._fly(plan, step)
+        self._in_flight.append((plan, step))
         device_ns = step.end_ns - step.start_ns
         times = (self.poll_ns, planned, self.now, 0, device_ns)
         self.recorder.launched(plan, step_work(self.shape, plan), times)
         return 1
 
     def _await_step(self) -> Generator[simpy.Event, None, StepResult]:
-        flight = self._flights.popleft()
+        plan, step = self._in_flight.popleft()
         yield from self._sleep_until(self._at("t_done", self._landed_steps))
         self._landed_steps += 1
-        self._landed(flight, self.now, 0)
-        return self.outcomes.result(flight.plan)
+        self.recorder.landed(step.start_ns, step.end_ns, self.now, 0)
+        return self.outcomes.result(plan)

@@ -76,6 +76,14 @@ def test_tokens_of_one_step_are_one_moment(run):
     assert gaps_of(run.but(items=items)).tolist() == [4] * 5
 
 
+def test_steps_that_end_together_are_one_moment(run):
+    """Two steps may be seen at once, by a model that charges nothing; that is no gap of zero."""
+    steps = run.steps.copy()
+    steps.loc[2, "t_done"] = steps.loc[3, "t_done"]
+    values, counts = inter_token_latencies(run.but(steps=steps))
+    assert dict(zip(values.tolist(), counts.tolist(), strict=True)) == {4: 1, 8: 2}
+
+
 def test_gaps_do_not_depend_on_row_order(run):
     uneven = run.steps.assign(t_done=np.array([11, 21, 25, 31, 33]) * 1_000_000)
     expected = gaps_of(run.but(steps=uneven))

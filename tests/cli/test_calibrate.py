@@ -39,6 +39,18 @@ def test_the_tables_say_how_well_it_fits_and_what_was_dropped(mdi, known):
     assert mdi("calibrate", known, "--out", "m.json").err == "replaced m.json\n"
 
 
+def test_accuracy_fits_100_columns_and_names_the_worst(mdi):
+    folder = Path(__file__).parents[2] / "traces" / "recorded" / "h200-flash-slice"
+    runs = sorted(folder.glob("*.steps.parquet"))
+    done = mdi("accuracy", *runs, "--only", "rising_context_budget", "--only", "prefill_mixed",
+               "--spread")  # fmt: skip
+    assert done.code == 0, done.err
+    assert max(map(len, map(str.rstrip, done.out.splitlines()))) <= 100
+    for text in ("above 3 %", "times off by 1 %", "+85.4%*", "single steps",
+                 "worst: prefill_mixed, TPOT mean +85.4%; 1 of 2 runs miss a bar"):  # fmt: skip
+        assert text in done.out, text
+
+
 def test_json_is_the_model(mdi, known):
     document = json.loads(mdi("calibrate", known, "-o", "m.json", "--json").out)
     assert document == json.loads(Path("m.json").read_text())

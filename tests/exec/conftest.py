@@ -12,11 +12,12 @@ from torch import Tensor
 from mdi_exec.model.batch import BLOCK_TOKENS, Batch, BatchItem
 from mdi_exec.model.cache import CacheLayout, DeviceCache
 from mdi_exec.model.config import ModelConfig
+from mdi_exec.model.config_reader import read_config, read_config_file
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.model.weights import Weights
 from mdi_exec.numerics import Numerics
 
-# The flat config of the released model (architecture spec, §2).
+# The flat config of the released model (docs/model.md, "Dimensions").
 FLAT_V41_FLASH = {
     "vocab_size": 129280, "dim": 5120, "n_layers": 40, "n_mtp_layers": 3, "norm_eps": 1e-20,
     "n_heads": 64, "head_dim": 512, "rope_head_dim": 64, "q_lora_rank": 1280, "o_groups": 8,
@@ -126,12 +127,12 @@ def flat_config() -> dict[str, object]:
 @pytest.fixture(scope="session")
 def released(flat_config) -> ModelConfig:
     """The released model's dimensions."""
-    return ModelConfig.from_dict(flat_config)
+    return read_config(flat_config)
 
 
 @pytest.fixture(scope="session")
 def tiny_config() -> ModelConfig:
-    return ModelConfig.from_file(GOLDEN / "tiny" / "config.json")
+    return read_config_file(GOLDEN / "tiny" / "config.json")
 
 
 @pytest.fixture(scope="session")

@@ -140,7 +140,7 @@ def llms_find(group_of_thread):
 
     with (
         mock.patch.object(RankAddress, "from_environment", staticmethod(address)),
-        mock.patch("mdi_exec.engine.llm.join_group", join),
+        mock.patch("mdi_exec.engine.rank.join_group", join),
     ):
         yield
 

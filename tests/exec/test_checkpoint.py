@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mdi_exec.model.config import ModelConfig
+from mdi_exec.model.config_reader import read_config
 from mdi_exec.weights.checkpoint import INDEX_FILE, Checkpoint, open_checkpoint
 from mdi_exec.weights.names import TensorSpec, expected_tensors
 from mdi_exec.weights.presets import released_config
@@ -52,13 +52,13 @@ def read_index(directory):
 
 
 def test_the_released_table_has_the_released_size():
-    table = expected_tensors(ModelConfig.from_dict(released_config()))
+    table = expected_tensors(read_config(released_config()))
     assert len(table) == 96_085
     assert sum(spec.nbytes for spec in table.values()) == 510_286_023_000
 
 
 def test_released_tensors_look_as_published():
-    table = expected_tensors(ModelConfig.from_dict(released_config()))
+    table = expected_tensors(read_config(released_config()))
     expected = {
         "layers.0.attn.wq_b.scale": TensorSpec("F8_E8M0", (1024, 40)),
         "layers.7.attn.wo_a.weight": TensorSpec("F8_E4M3", (8192, 4096)),
@@ -82,7 +82,7 @@ def test_released_tensors_look_as_published():
 
 
 def test_table_without_draft_and_images_is_the_text_model():
-    config = ModelConfig.from_dict(released_config())
+    config = read_config(released_config())
     text_only = dataclasses.replace(
         config, vision=None, num_nextn_predict_layers=0,
         compress_ratios=config.compress_ratios[:40],
@@ -274,7 +274,7 @@ def test_header_entries_must_make_sense(tmp_path, entry, message):
 def test_verifying_the_released_size_reads_no_data(tmp_path):
     config = released_config()
     (tmp_path / "config.json").write_text(json.dumps(config))
-    table = list(expected_tensors(ModelConfig.from_dict(config)).items())
+    table = list(expected_tensors(read_config(config)).items())
     weight_map = {}
     for shard in range(48):
         file = f"model-{shard + 1:05}-of-00048.safetensors"

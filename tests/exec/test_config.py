@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from mdi_exec.model.config import ModelConfig
+from mdi_exec.model.config_reader import read_config, read_config_file
 from mdi_shared.errors import ConfigError
 
 
@@ -81,7 +81,7 @@ def test_layer_plan_of_the_released_model(released):
 )  # fmt: skip
 def test_contradictions_are_refused_by_name(flat_config, change, message):
     with pytest.raises(ConfigError, match=message):
-        ModelConfig.from_dict(flat_config | change)
+        read_config(flat_config | change)
 
 
 @pytest.mark.parametrize("key", ["dim", "q_lora_rank", "beta_fast", "engram_pad_id"])
@@ -89,32 +89,32 @@ def test_missing_flat_keys_are_named(flat_config, key):
     flat = {k: v for k, v in flat_config.items() if k != key}
     expected = "config = .* must have text_config" if key == "dim" else f"{key} = None: is missing"
     with pytest.raises(ConfigError, match=expected):
-        ModelConfig.from_dict(flat)
+        read_config(flat)
 
 
 def test_missing_nested_keys_are_named(nested):
     del nested["text_config"]["rope_scaling"]["factor"]
     with pytest.raises(ConfigError, match=r"text_config\.rope_scaling\.factor = None: is missing"):
-        ModelConfig.from_dict(nested)
+        read_config(nested)
 
 
 def test_optional_later_keys_must_agree(nested):
     nested["text_config"] |= {"hc_shifted": True, "index_k_source_layer_ids": [2, 4, 6]}
-    ModelConfig.from_dict(nested)
+    read_config(nested)
     nested["text_config"]["use_fp4_sparse_kv"] = False
     with pytest.raises(ConfigError, match="use_fp4_sparse_kv = False: only True is implemented"):
-        ModelConfig.from_dict(nested)
+        read_config(nested)
 
 
 def test_unusable_files_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"absent\.json.* cannot be read"):
-        ModelConfig.from_file(tmp_path / "absent.json")
+        read_config_file(tmp_path / "absent.json")
     (tmp_path / "broken.json").write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"broken\.json.* is not JSON"):
-        ModelConfig.from_file(tmp_path / "broken.json")
+        read_config_file(tmp_path / "broken.json")
     (tmp_path / "list.json").write_text(json.dumps([1]), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"list\.json.* must hold a JSON object"):
-        ModelConfig.from_file(tmp_path / "list.json")
+        read_config_file(tmp_path / "list.json")
 
 
 def test_a_config_is_immutable(tiny_config):

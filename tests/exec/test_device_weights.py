@@ -5,12 +5,12 @@ import torch
 
 from mdi_exec.model.batch import BLOCK_TOKENS, Batch, BatchItem
 from mdi_exec.model.cache import CacheLayout, DeviceCache
-from mdi_exec.model.config import ModelConfig
+from mdi_exec.model.config_reader import read_config
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.model.weights import Weights
-from mdi_exec.weights.device import RandomSource, random_token_map
 from mdi_exec.weights.make_checkpoint import make_checkpoint
 from mdi_exec.weights.presets import layer_kinds, released_config
+from mdi_exec.weights.random import RandomSource, random_token_map
 from mdi_exec.weights.source import open_model, random_config
 from mdi_shared.errors import ConfigError
 
@@ -74,7 +74,7 @@ def test_a_token_map_reaches_every_compressed_id(tiny):
 
 def test_the_shortest_slice_has_every_kind_of_the_release_once():
     kinds = layer_kinds(random_config("flash-slice"))
-    released = layer_kinds(ModelConfig.from_dict(released_config()))
+    released = layer_kinds(read_config(released_config()))
     assert kinds == SLICE_KINDS
     assert {kind.removesuffix("+engram") for kind in released} == {
         kind.removesuffix("+engram") for kind in kinds

@@ -129,7 +129,7 @@ def test_an_id_in_use(llm):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_sequences": 3}, "max_sequences = 3: unknown option; known: balance_target, "),
+        ({"max_sequences": 3}, "max_sequences = 3: unknown option; known: block_size, "),
         ({"num_blocks": 5, "kv_cache_memory_gb": 0.1},
          "num_blocks = 5: contradicts kv_cache_memory_gb; give one of them"),
         ({"gpu_memory_utilization": 0.5, "kv_cache_memory_gb": 0.1},
@@ -263,7 +263,7 @@ def test_nan_in_the_middle_keeps_what_was_shown_before():
         outputs = llm.stream([[3, 4]], params)
         first = next(outputs)
         with torch.inference_mode():
-            llm.model.embed[9] = float("nan")
+            llm.rank.model.embed[9] = float("nan")
         seen = [first]
         with pytest.raises(NumericsError):
             seen.extend(outputs)

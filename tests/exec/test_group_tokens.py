@@ -98,7 +98,7 @@ def test_an_error_in_the_callers_code_ends_all_and_keeps_what_was_recorded(tmp_p
             llm.engine.add_request([5, 6, 7], SamplingParams(max_tokens=50, ignore_eos=True))
             while llm.engine.has_unfinished_requests():
                 llm.engine.step()
-                if llm.group.rank == 1 and llm.engine.scheduler.step == 6:
+                if llm.rank.group.rank == 1 and llm.engine.scheduler.step == 6:
                     raise RuntimeError("enough")
 
     with pytest.raises(RuntimeError, match="enough"):

@@ -31,12 +31,12 @@ def tokens(llm):
 
 def test_other_options_on_the_same_weights_give_the_same_tokens(tmp_path):
     with LLM(CHECKPOINT, **SMALL, record=str(tmp_path / "one")) as llm:
-        model, first = llm.model, tokens(llm)
+        model, first = llm.rank.model, tokens(llm)
         llm.engine.add_request([9] * 20, SamplingParams(max_tokens=50), "left")
         llm.engine.step()
         llm.reopen(**{**SMALL, "num_blocks": 9}, enable_zos=False, max_num_batched_tokens=64,
                    record=str(tmp_path / "two"))  # fmt: skip
-        assert llm.model is model
+        assert llm.rank.model is model
         assert (llm.scheduler_config.num_blocks, llm.options.record) == (9, str(tmp_path / "two"))
         assert llm.engine.scheduler.config is llm.scheduler_config
         assert tokens(llm) == first

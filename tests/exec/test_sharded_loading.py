@@ -16,7 +16,7 @@ from mdi_exec.model.transformer import Transformer
 from mdi_exec.model.weights import Weights
 from mdi_exec.ranks.exchange import ExpertShard, NoExchange
 from mdi_exec.weights.checkpoint import open_checkpoint
-from mdi_exec.weights.device import RandomSource
+from mdi_exec.weights.random import RandomSource
 from mdi_exec.weights.source import random_config
 from mdi_shared.errors import ConfigError
 from tests.exec.conftest import GOLDEN
@@ -91,7 +91,7 @@ def test_ranks_share_the_files_out(size, checkpoint, token_map):
 
 
 def test_random_weights_do_not_depend_on_the_shard(monkeypatch):
-    monkeypatch.setattr("mdi_exec.weights.device.PIECE_ELEMENTS", 1000)  # in the middle of rows
+    monkeypatch.setattr("mdi_exec.weights.random.PIECE_ELEMENTS", 1000)  # in the middle of rows
     config = random_config("tiny")
     source = RandomSource(config, 5, "cpu")
     for name in ("layers.1.engram.embed.weight", "layers.1.engram.embed.scale"):

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mdi_exec.engine.sampler import Draw, Sampler, SamplingRows, sample_ref
-from mdi_exec.engine.sampling import SamplingParams
+from mdi_exec.engine.sampling import Draw, SamplingParams
 from mdi_exec.ops.gumbel import FRESH, mix, signed, stream_key
 from mdi_exec.ops.kernels.sampler import sample_plain
+from mdi_exec.ops.sampler import Sampler, sample_ref
+from tests.exec.draws import rows_of_draws
 from tests.gpu.marks import gpu
 from tests.gpu.strictness import poisoned, unawaited
 
@@ -44,7 +45,7 @@ def compare(logits, draws, blacklist=()):
     results = []
     for device in ("cpu", "cuda"):
         sampler = Sampler(logits.shape[1], eos_token_id=EOS, blacklist=blacklist, device=device)
-        rows = SamplingRows.of(draws, device)
+        rows = rows_of_draws(draws, device)
         run = sample_ref if device == "cpu" else sample_plain
         with poisoned():
             results.append(run(logits.to(device), rows, sampler.bans))
@@ -89,9 +90,9 @@ def test_random_bits_are_the_cpus():
 def test_a_row_is_sampled_alike_in_any_batch():
     logits, draws = logits_of(70, 129_280, "random").cuda(), draws_of(70)
     sampler = Sampler(129_280, eos_token_id=EOS, device="cuda")
-    together = sampler(logits, SamplingRows.of(draws, "cuda"))
+    together = sampler(logits, rows_of_draws(draws, "cuda"))
     for row in (0, 1, 69):
-        alone = sampler(logits[row : row + 1], SamplingRows.of(draws[row : row + 1], "cuda"))
+        alone = sampler(logits[row : row + 1], rows_of_draws(draws[row : row + 1], "cuda"))
         assert alone.token_ids[0] == together.token_ids[row]
         assert alone.logprobs[0] == together.logprobs[row]
 
@@ -102,13 +103,13 @@ def test_nothing_waits_for_the_device(options):
     draws = [d._replace(params=replace(d.params, **options)) for d in draws]
     logits = logits_of(6, 1024, "random").cuda()
     sampler = Sampler(1024, eos_token_id=EOS, blacklist=[3], device="cuda")
-    sampler(logits, SamplingRows.of(draws, "cuda"))
+    sampler(logits, rows_of_draws(draws, "cuda"))
     with unawaited():
-        sampler(logits, SamplingRows.of(draws, "cuda"))
+        sampler(logits, rows_of_draws(draws, "cuda"))
 
 
 def test_no_rows():
     sampler = Sampler(1024, eos_token_id=EOS, device="cuda")
     logits = torch.empty((0, 1024), device="cuda")
-    found = sampler(logits, replace(SamplingRows.of(draws_of(1), "cuda").part(0, 0)))
+    found = sampler(logits, replace(rows_of_draws(draws_of(1), "cuda").part(0, 0)))
     assert found.token_ids.shape == (0,)

@@ -13,12 +13,13 @@ import torch
 
 pytest.importorskip("tilelang")
 
-from mdi_exec.engine.sampler import Sampler, SamplingRows, sample_ref
 from mdi_exec.ops import engram, routing, top_entries
 from mdi_exec.ops.kernels import engram as engram_kernels
 from mdi_exec.ops.kernels import routing as routing_kernels
 from mdi_exec.ops.kernels import sampler as sampler_kernels
 from mdi_exec.ops.kernels import top_entries as top_entries_kernels
+from mdi_exec.ops.sampler import Sampler, sample_ref
+from tests.exec.draws import rows_of_draws
 from tests.gpu import test_engram as on_gpu_engram
 from tests.gpu import test_hyper_connections as hyper_connections
 from tests.gpu import test_norm as norm
@@ -199,7 +200,7 @@ def test_sampler(kind):
     for count in ROWS:
         logits = on_gpu_sampler.logits_of(count, vocab, kind)
         for options in ({}, {"first_n_token_no_eos": 1}, {"golden_token_ids": (5, -1, 7)}):
-            rows = SamplingRows.of(on_gpu_sampler.draws_of(count, **options), "cpu")
+            rows = rows_of_draws(on_gpu_sampler.draws_of(count, **options), "cpu")
             found = sampler_kernels.sample_plain(logits, rows, sampler.bans)
             expected = sample_ref(logits, rows, sampler.bans)
             assert torch.equal(found.token_ids, expected.token_ids)

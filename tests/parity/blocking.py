@@ -8,12 +8,10 @@ taken from the cost model, so that its run can be compared with the simulator's,
 import threading
 from collections import deque
 
-from mdi_shared.balance import best_share
 from mdi_shared.cost.work import step_work
 from mdi_shared.loop import (
     AwaitArrival,
     AwaitStep,
-    Balance,
     Launch,
     News,
     Poll,
@@ -102,8 +100,6 @@ class BlockingRank:
             self.now = max(now for _, now in votes)
             self.waited += self.now - before
             return decide(effect.ballot.rule, [ballot.want for ballot, _ in votes])
-        if isinstance(effect, Balance):
-            return best_share(self.exchange.gather(self.rank, effect.offer))
         if isinstance(effect, Launch):
             return self.launch(effect.plan)
         if isinstance(effect, AwaitStep):

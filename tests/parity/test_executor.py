@@ -29,7 +29,7 @@ PLAN_COLUMNS = (
 )  # fmt: skip
 
 
-def record(enable_zos, dice):
+def record(enable_zos, rng):
     """Serve requests that come in bursts while others run; return the run and its preemptions."""
     options = {
         "max_model_len": 600, "num_blocks": 18, "max_num_seqs": 48, "enable_zos": enable_zos,
@@ -42,21 +42,21 @@ def record(enable_zos, dice):
     try:
         sent = 0
         while sent < NUM_REQUESTS or engine.has_unfinished_requests():
-            for _ in range(min(dice.choice([0, 8, 24, 40]), NUM_REQUESTS - sent)):
+            for _ in range(min(rng.choice([0, 8, 24, 40]), NUM_REQUESTS - sent)):
                 params = SamplingParams(
-                    max_tokens=dice.randint(2, 6),
+                    max_tokens=rng.randint(2, 6),
                     seq_seed=sent,
                     stop_token_ids=tuple(range(sent % 20, 1024, 20)),  # one token in twenty
                 )
-                length = dice.choice([2, 3, 5, 9, 30, 126, 127, 127])
-                prompt = [dice.randrange(3, 1000) for _ in range(length)]
+                length = rng.choice([2, 3, 5, 9, 30, 126, 127, 127])
+                prompt = [rng.randrange(3, 1000) for _ in range(length)]
                 name = engine.add_request(prompt, params)
-                if dice.random() < 0.1:
+                if rng.random() < 0.1:
                     engine.abort_request(name)
                 sent += 1
             engine.step()
-            if dice.random() < 0.2:
-                engine.abort_request(str(dice.randrange(max(sent, 1))))
+            if rng.random() < 0.2:
+                engine.abort_request(str(rng.randrange(max(sent, 1))))
         engine.drain()
         return engine.recording.run(engine.scheduler), engine.scheduler.num_preempted
     finally:

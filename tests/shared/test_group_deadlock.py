@@ -17,21 +17,21 @@ from tests.shared.script import play_group_ranks, request, toy
 
 def workload(seed):
     """Two ranks, a pool that obeys the start-up check, rare votes."""
-    dice = random.Random(seed)
-    num_blocks = dice.randint(10, 18)
+    rng = random.Random(seed)
+    num_blocks = rng.randint(10, 18)
     config = toy(
         num_blocks=num_blocks, max_model_len=int(0.8 * 4 * num_blocks) - 2,
-        prefill_attempt_interval=dice.choice([1, 7]),
-        prefill_any_attempt_interval=dice.choice([15, 30]), enable_zos=dice.random() < 0.5,
+        prefill_attempt_interval=rng.choice([1, 7]),
+        prefill_any_attempt_interval=rng.choice([15, 30]), enable_zos=rng.random() < 0.5,
     )  # fmt: skip
     config.require_pool_fits()
     scripts = []
     for rank in range(2):
         script = {}
-        for i in range(dice.randint(1, 4)):
-            prompt = dice.randint(8, min(30, config.max_model_len))
-            arrival = request(f"r{rank}_{i}", prompt, max_tokens=dice.randint(8, 20))
-            script.setdefault(dice.randint(1, 12), []).append(arrival)
+        for i in range(rng.randint(1, 4)):
+            prompt = rng.randint(8, min(30, config.max_model_len))
+            arrival = request(f"r{rank}_{i}", prompt, max_tokens=rng.randint(8, 20))
+            script.setdefault(rng.randint(1, 12), []).append(arrival)
         scripts.append(script)
     return [config, config], scripts
 

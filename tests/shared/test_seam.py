@@ -62,7 +62,6 @@ def test_the_life_cycle_is_a_table():
         ({"chunk_policy": "magic"}, "must be one of token_budget, cost_target"),
         ({"chunk_policy": "cost_target"}, "prefill_target_ms = None"),
         ({"prefill_target_ms": 5.0}, "is used by chunk_policy = 'cost_target' only"),
-        ({"balance_target": True}, "balance_target = True: is used by chunk_policy"),
         ({"slo_itl_ms": 5.0}, "slo_itl_ms = 5.0: is used by chunk_policy"),
         ({"chunk_policy": "cost_target", "prefill_target_ms": 5.0, "slo_itl_ms": 5.0},
          "contradicts prefill_target_ms = 5.0"),
@@ -85,6 +84,13 @@ def test_an_unknown_option_lists_the_known_ones():
         SchedulerConfig.from_mapping({"max_seqs": 3})
 
 
+def test_a_retired_option_is_read_where_it_was_off():
+    """Records of earlier versions hold it."""
+    assert SchedulerConfig.from_mapping({"balance_target": False}) == SchedulerConfig()
+    with pytest.raises(ConfigError, match="balance_target = True: this option was removed"):
+        SchedulerConfig.from_mapping({"balance_target": True})
+
+
 @pytest.mark.parametrize(
     ("options", "field"),
     [
@@ -93,6 +99,7 @@ def test_an_unknown_option_lists_the_known_ones():
         ({"prompt_len": 4, "cached_len": 4}, "cached_len"),
         ({"prompt_len": 4, "chunk_checkpoints": (3, 2)}, "chunk_checkpoints"),
         ({"prompt_len": 4, "chunk_checkpoints": (0,)}, "chunk_checkpoints"),
+        ({"prompt_len": 4, "chunk_checkpoints": (2, 5)}, "chunk_checkpoints"),
     ],
 )
 def test_impossible_requests_are_refused(options, field):

@@ -8,26 +8,43 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mdi_shared.cost.hardware import H200
-from mdi_shared.cost.linear import DECODE_TERMS, PREFILL_FEATURES, DecodeTerms, LinearCost, features
+from mdi_shared.cost.linear import (
+    DECODE_TERMS,
+    PREFILL_FEATURES,
+    PREFILL_TERMS,
+    DecodeTerms,
+    LinearCost,
+    PrefillTerms,
+    features,
+)
 from mdi_shared.cost.roofline import RooflineCost
 from mdi_shared.cost.shape import TINY, V41_FLASH
-from mdi_shared.cost.work import decode_work, prefill_work
+from mdi_shared.cost.work import StepWork, decode_work, prefill_work
 from mdi_shared.errors import ConfigError, TraceError
-from mdi_sim.fit.calibrate import calibrate
+from mdi_sim.fit.calibrate import (
+    calibrate,
+    fit_runs,
+    number_of_fits,
+    read_recorded,
+    recordings,
+)
 from mdi_sim.fit.diagnostics import diagnose, errors, folds
 from mdi_sim.fit.features import (
     DECODE,
     FEATURES,
     PREFILL,
+    Steps,
     extrapolated_steps,
     gather_steps,
     step_features,
 )
 from mdi_sim.fit.host import fit_host, host_times
 from mdi_sim.fit.robust import choose_columns, fit_nonnegative
-from mdi_sim.fit.steps import fit_decode, fit_steps
+from mdi_sim.fit.steps import fit_decode, fit_steps, predict
 from mdi_sim.simulate import simulate
 from mdi_traces.requests import build_requests
 from mdi_traces.run import Run
@@ -93,12 +110,16 @@ def test_errors_on_held_out_shapes_are_those_of_the_noise(cost):
     for kind in (PREFILL, DECODE):
         found = cost.fit[kind]
         # The mean absolute value of a normal variable of standard deviation 2 % is 1.6 %.
-        assert found["held_out_mape"] == pytest.approx(0.016, abs=0.003)
-        assert found["held_out"]["p90"] < 0.045
-        assert abs(found["held_out"]["bias"]) < 0.005
-        assert len(found["held_out"]["mape_of_folds"]) == 5
+        by_shape = found["held_out_shapes"]
+        assert by_shape["mape"] == pytest.approx(0.016, abs=0.003)
+        assert by_shape["p90"] < 0.045
+        assert abs(by_shape["bias"]) < 0.005
+        assert len(by_shape["mape_of_folds"]) == 5
+        assert found["held_out"]["by"] == "recording"
+        assert found["held_out_mape"] == found["held_out"]["mape"] < 0.03
         assert found["extrapolation"]["mape"] < 0.025
         assert found["usable_for_control"]
+    assert set(by_shape["by_class"]) == {"short context", "long context"}
     assert set(cost.fit[PREFILL]["held_out"]["by_class"]) == {
         "one sequence", "several sequences", "short context", "long context",
     }  # fmt: skip
@@ -230,9 +251,9 @@ def roofline_steps():
 def test_a_roofline_is_predicted_nearly_within_its_noise(roofline_steps):
     """Few rows touch few experts, some hundred read all weights, thousands are arithmetic."""
     fitted = fit_steps(roofline_steps)
-    found = diagnose(roofline_steps, fitted)
-    assert found["held_out"]["p50"] < 0.02
-    assert found["held_out"]["p90"] < 0.06
+    found = diagnose(roofline_steps, fitted, roofline_steps.run)
+    assert found["held_out_shapes"]["p50"] < 0.02
+    assert found["held_out_shapes"]["p90"] < 0.06
     assert found["extrapolation"]["mape"] < 0.03
     rows = [size for size, _ in fitted.terms.base]
     assert rows[0] == roofline_steps.column("rows").min()
@@ -258,32 +279,43 @@ def test_columns_are_those_of_the_works(run):
             assert tuple(found[row]) == features(work)
 
 
-BASE = ((1, 1_000_000), (900, 5_000_000), (3_000, 7_000_000))
+@st.composite
+def tables(draw, sizes):
+    """Times by size that ascend and do not fall, as a base or a list of graphs."""
+    sizes = sorted(draw(st.sets(sizes, max_size=6)))
+    more = draw(st.lists(st.integers(0, 5_000_000), min_size=len(sizes), max_size=len(sizes)))
+    return tuple(zip(sizes, np.cumsum(more).tolist(), strict=True))
 
 
-@pytest.mark.parametrize("base", [(), BASE])
-def test_prefill_predictions_are_those_of_the_model(run, base):
-    model = replace(TRUTH, prefill=replace(TRUTH.prefill, base=base))
-    steps = gather_steps([run.steps_table], PREFILL)
-    fitted = replace(fit_steps(steps), terms=model.prefill)
-    alone = run.steps.query("kind == 'prefill' and n_seqs == 1")
-    rows = zip(alone["n_tokens"], alone["max_k"], alone["max_k"], strict=True)
-    expected = [model.device_ns(prefill_work(V41_FLASH, [row])) for row in rows]
-    predicted = fitted.predict(steps.take(steps.column("n_seqs") == 1))
-    np.testing.assert_allclose(predicted, expected[-len(predicted) :], atol=1)
+RATES = st.one_of(st.just(0.0), st.floats(1e-3, 1e5))
+ROWS = st.integers(1, 5_000)
+RENAMED = {"cached_rows": "sum_k"}  # as StepWork has it
 
 
-@pytest.mark.parametrize("graphs", [(), ((1, 4_000_000), (16, 9_000_000))])
-def test_decode_predictions_are_those_of_the_model_they_become(run, graphs):
-    model = replace(TRUTH, decode=replace(TRUTH.decode, graphs=graphs))
-    steps = gather_steps([run.steps_table], DECODE)
-    fitted = replace(fit_decode(steps), terms=model.decode)
-    contexts = {int(n): [int(k // n)] * int(n) for n, k in steps.x[:, [2, 1]] if k % n == 0}
-    whole = steps.take(steps.column("sum_k") % steps.column("n_seqs") == 0)
-    predicted = dict(zip(map(tuple, whole.x.tolist()), fitted.predict(whole), strict=True))
-    for n, ks in contexts.items():
-        expected = model.device_ns(decode_work(V41_FLASH, ks))
-        assert predicted[(n, sum(ks), n)] == pytest.approx(expected, abs=1)
+@given(st.data())
+def test_arrays_are_predicted_as_single_steps_are(data):
+    """The fit's formula is the model's: any terms, inside and outside of tables."""
+    rates = {kind: st.fixed_dictionaries(dict.fromkeys(terms, RATES))
+             for kind, terms in ((PREFILL, PREFILL_TERMS), (DECODE, DECODE_TERMS))}  # fmt: skip
+    graphs = data.draw(tables(ROWS))
+    slopes = st.lists(st.floats(0, 9e4), min_size=len(graphs), max_size=len(graphs))
+    prefill = PrefillTerms(**data.draw(rates[PREFILL]), base=data.draw(tables(ROWS)))
+    decode = DecodeTerms(**data.draw(rates[DECODE]), graphs=graphs,
+                         graph_slopes=tuple(data.draw(st.one_of(st.just([]), slopes))))  # fmt: skip
+    cost = LinearCost(prefill=prefill, decode=decode)
+    around = [size + more for size, _ in (*prefill.base, *graphs) for more in (0, 1)]
+    for kind, terms in ((PREFILL, prefill), (DECODE, decode)):
+        names = [RENAMED.get(name, name) for name in FEATURES[kind]]
+        works = [
+            StepWork(**dict.fromkeys(StepWork._fields, 0) | {"is_prefill": kind == PREFILL}
+                     | {name: data.draw(st.integers(0, 10**6)) for name in names} | {"rows": rows})
+            for rows in (*around, data.draw(ROWS))
+        ]  # fmt: skip
+        none = np.zeros(len(works), dtype=np.int64)
+        x = np.array([features(work) for work in works], dtype=np.float64)
+        predicted = predict(terms, Steps(kind, x, none, none, none, none, {}))
+        expected = [cost.device_ns(work) for work in works]
+        np.testing.assert_allclose(np.maximum(predicted, 1), expected, rtol=1e-12, atol=0.51)
 
 
 def test_collinear_and_constant_columns_are_dropped_and_named(cost, run):
@@ -323,6 +355,34 @@ def test_error_figures():
     assert found["r2"] == pytest.approx(1 - 500 / 5_000)
 
 
+def test_a_recording_that_runs_slower_is_seen_only_when_it_is_held_out(run):
+    """Two like workloads, one on a GPU with 20 % less of everything."""
+    ends, starts = (run.steps_table[name].to_numpy() for name in ("t_dev_end", "t_dev_start"))
+    slower = with_columns(run.steps_table, t_dev_end=starts + (ends - starts) * 6 // 5)
+    steps = gather_steps([run.steps_table, slower], PREFILL)
+    found = diagnose(steps, fit_steps(steps), steps.run)
+    assert found["held_out_shapes"]["mape"] == pytest.approx(0.1, abs=0.02)
+    # Each predicted from the other: a fifth too high, and a sixth too low.
+    assert found["held_out_mape"] == pytest.approx((1 / 5 + 1 / 6) / 2, abs=0.02)
+    assert [each["runs"] for each in found["held_out"]["recordings"]] == [[0], [1]]
+    assert found["held_out"]["recordings"][0]["bias"] == pytest.approx(1 / 5, abs=0.03)
+    assert not found["usable_for_control"]
+
+
+def test_runs_of_the_same_requests_are_held_out_together(run, saved, variant):
+    """What one has seen, the other has; nothing is left to fit then, and shapes are held out."""
+    again = read_recorded(variant("again", {"gap_ms": np.zeros(len(run.steps))}))
+    assert recordings([read_recorded(saved), again]) == [0, 0]
+    counted = []
+    cost = fit_runs([read_recorded(saved), again], on_fit=counted.append)
+    for kind in (PREFILL, DECODE):
+        held_out = cost.fit[kind]["held_out"]
+        assert held_out["by"] == "shape"
+        assert "fewer than 10" in held_out["why_not_recordings"]
+        assert held_out["mape"] == cost.fit[kind]["held_out_mape"]
+    assert sum(counted) == 2 * (5 + 1) < number_of_fits([read_recorded(saved), again])
+
+
 def test_a_group_is_never_on_both_sides():
     groups = [(i % 7, i % 3) for i in range(200)]
     fold = folds(groups)
@@ -337,7 +397,7 @@ def test_what_the_model_cannot_say_shows_in_the_errors(run):
     k = run.steps_table["max_k"].to_numpy().astype(float)
     ends = run.steps_table["t_dev_start"].to_numpy() + (1e6 + 5e-7 * k**3).astype(int)
     steps = gather_steps([with_columns(run.steps_table, t_dev_end=ends)], PREFILL)
-    found = diagnose(steps, fit_steps(steps))
+    found = diagnose(steps, fit_steps(steps), steps.run)
     assert found["held_out_mape"] > 0.2
     assert found["extrapolation"]["p50"] > 0.2
     assert not found["usable_for_control"]

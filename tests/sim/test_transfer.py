@@ -23,7 +23,7 @@ from mdi_sim.fit.transfer import fitted_shape, prediction_errors, transfer
 from tests.sim.test_recorded_fit import MODELS, runs_in
 
 TRUE = Efficiencies(tensor=0.3, tensor_bf16=0.5, memory=0.45, overhead_ns_per_layer=150_000)
-# One rank's step of the official setting (§8.2): 4,096 new tokens, 126,976 cached, EP4.
+# One rank's step of the official setting (R36): 4,096 new tokens, 126,976 cached, EP4.
 OFFICIAL = prefill_work(V41_FLASH, [(4_096, 131_072, 131_072)])
 
 
@@ -89,7 +89,7 @@ def test_a_transfer_predicts_what_the_known_efficiencies_give_elsewhere():
 
 
 def test_official_prefill_figures_imply_plausible_efficiencies():
-    """Seed and production engine on B200, EP4 x DP4 (§8.2), and ours on one H200 (337bdce)."""
+    """Seed and production engine on B200, EP4 x DP4 (R36), and ours on one H200 (337bdce)."""
     implied = {}
     for engine, hardware, ep, ms in (("production", B200, 4, 113.2), ("seed", B200, 4, 949.0),
                                      ("ours", H200, 1, 417.2)):  # fmt: skip

@@ -1,11 +1,13 @@
 """Shared by the trace tests: the folder of public traces, and a small sound run by hand."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
+from mdi_shared.errors import MiniDeepInferError
 from mdi_traces.requests import RequestTrace, build_requests
 from mdi_traces.run import Run
 from mdi_traces.schema import ITEM_SCHEMA, REQUEST_SCHEMA, STEP_SCHEMA, Metadata
@@ -29,6 +31,15 @@ def write(tmp_path):
         return path
 
     return write
+
+
+def refusal(action: Callable[[], object]) -> str | None:
+    """Return the message of the error that ours is; None when there is none."""
+    try:
+        action()
+    except MiniDeepInferError as error:
+        return str(error)
+    return None
 
 
 def table_of(rows: list[dict], schema: pa.Schema) -> pa.Table:

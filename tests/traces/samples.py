@@ -36,6 +36,7 @@ BAILIAN = "".join(
     )
 )
 LENGTHS = "num_prefill_tokens,num_decode_tokens,num_total_tokens\n100,5,105\n200,6,206\n"
+OWN = "arrival_ns,prompt_len,output_len,top_k\n0,5,2,\n9,6,3,40\n"
 TIMED_LENGTHS = "arrival_time_s,input_tokens,output_tokens\n0.25,100,5\n1.5,200,6\n"
 
 

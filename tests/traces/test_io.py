@@ -1,5 +1,8 @@
 """Files are written whole or not at all, and read with every mismatch named."""
 
+import csv
+
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,7 +20,7 @@ from mdi_traces.schema import (
     Metadata,
 )
 
-from .conftest import make_run, trace_of
+from .conftest import make_run, refusal, trace_of
 
 META = Metadata(table="requests", source="import", licence="MIT", hash_block_size=16)
 WRITERS = [write_parquet, write_jsonl, write_csv]
@@ -122,8 +125,49 @@ def test_damage_in_the_middle_is_an_error(table, tmp_path):
     raw = bytearray((tmp_path / "t.parquet").read_bytes())
     raw[4:200] = bytes(196)
     (tmp_path / "t.parquet").write_bytes(bytes(raw))
-    with pytest.raises(TraceError, match="damaged or cut off"):
+    with pytest.raises(TraceError, match="is damaged: its bytes are not those that were written"):
         read_table(tmp_path / "t.parquet", "requests")
+
+
+def test_no_flipped_bit_is_read_as_another_value(table, tmp_path):
+    """The seal covers what page checksums do not: names, types and metadata in the footer."""
+    path, rng = tmp_path / "t.parquet", np.random.default_rng(0)
+    write_parquet(path, table, META, content="abc")
+    raw = path.read_bytes()
+    for at in rng.choice(len(raw), 300, replace=False).tolist():
+        flipped = bytearray(raw)
+        flipped[at] ^= 1 << int(rng.integers(8))
+        path.write_bytes(bytes(flipped))
+        if refusal(lambda: read_table(path, "requests")) is None:
+            found, metadata = read_table(path, "requests")
+            assert found.equals(table), at
+            assert metadata == META, at
+
+
+def test_files_of_other_writers_have_no_seal(table, tmp_path):
+    _write_raw(tmp_path / "t.parquet", table, META.to_json())
+    assert read_table(tmp_path / "t.parquet", "requests")[0].equals(table)
+
+
+def test_pages_have_checksums_for_other_readers(table, tmp_path):
+    write_parquet(tmp_path / "t.parquet", table, META)
+    raw = bytearray((tmp_path / "t.parquet").read_bytes())
+    raw[40] ^= 255
+    with pytest.raises(OSError, match="CRC"):
+        pq.read_table(pa.py_buffer(bytes(raw)), page_checksum_verification=True)
+
+
+@pytest.mark.parametrize(
+    "text", ["=1+1", "+1", "-1", "@SUM(A1)", "\tx", "'=1", "''@", "'quoted", "a=b", "-1 2"]
+)
+def test_csv_cells_are_no_formulas_and_come_back_unchanged(text, tmp_path):
+    trace = trace_of(req_id=[text], arrival_ns=[0], prompt_len=[1], output_len=[1],
+                     hash_ids=[[-5, 3]])  # fmt: skip
+    trace.save(tmp_path / "t.csv")
+    with (tmp_path / "t.csv").open(newline="") as file:
+        cells = list(csv.reader(file))[1]
+    assert not any(cell.startswith(("=", "+", "-", "@", "\t")) for cell in cells)
+    assert load_requests(tmp_path / "t.csv").table.equals(trace.table)
 
 
 def test_not_found_and_folder(tmp_path):

@@ -1,6 +1,4 @@
-"""The public traces as they are: counts, statistics and speed."""
-
-import time
+"""The public traces as they are: counts and statistics."""
 
 import numpy as np
 import pytest
@@ -60,15 +58,3 @@ def test_tracelab_example(public_traces):
     assert think[f"{claude}/0"] is None
     assert think[f"{claude}/1"] == 19_291_000_000  # the web search, not the shell before it
     assert think[f"{claude}/5"] == 19_913_000_000  # a person
-
-
-@pytest.mark.parametrize(
-    ("file", "most_s"), [("azure_conv_2023.csv", 0.15), ("mooncake_conversation.jsonl", 0.5)]
-)
-def test_loading_is_quick(file, most_s, public_traces):
-    best = np.inf
-    for _ in range(3):
-        start = time.perf_counter()
-        load_requests(public_traces / file)
-        best = min(best, time.perf_counter() - start)
-    assert best < most_s

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mdi_traces.formats import FORMAT_NAMES, detect_format, load_requests
     from mdi_traces.generate import WORKLOADS, ChatSessions, Workload, generate_workload
     from mdi_traces.io import read_table, write_csv, write_jsonl, write_parquet
+    from mdi_traces.pacing import due_note, require_bearable_waits, retime, unused_note
     from mdi_traces.requests import RequestTrace, validate_requests
     from mdi_traces.run import Run, load_run
     from mdi_traces.schema import (
@@ -71,12 +72,16 @@ __all__ = [
     "check_run",
     "describe_columns",
     "detect_format",
+    "due_note",
     "generate_workload",
     "load_requests",
     "load_run",
     "parse_arrivals",
     "parse_lengths",
     "read_table",
+    "require_bearable_waits",
+    "retime",
+    "unused_note",
     "validate_requests",
     "write_csv",
     "write_jsonl",
@@ -90,6 +95,7 @@ _MODULES = {
     "formats": "FORMAT_NAMES detect_format load_requests",
     "generate": "WORKLOADS ChatSessions Workload generate_workload",
     "io": "read_table write_csv write_jsonl write_parquet",
+    "pacing": "due_note require_bearable_waits retime unused_note",
     "requests": "RequestTrace validate_requests",
     "run": "Run load_run",
     "schema": "ITEM_SCHEMA REQUEST_SCHEMA SCHEMA_VERSION STEP_SCHEMA Metadata describe_columns",

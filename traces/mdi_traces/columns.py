@@ -53,20 +53,23 @@ def int_lists(values: Sequence[Sequence[int] | None]) -> pa.Array:
     )  # fmt: skip
 
 
+def raw(column: pa.ChunkedArray) -> NDArray[Any]:
+    """Return a number column as it lies in memory; what stands where it is null is not defined."""
+    array = _whole(column)
+    values = np.frombuffer(_data(array), dtype=array.type.to_pandas_dtype())
+    return values[array.offset : array.offset + len(array)]
+
+
 def ints(column: pa.ChunkedArray, null: int = 0) -> Ints:
     """Return an integer column as int64, with `null` where it is null."""
-    array = _whole(column)
-    raw = np.frombuffer(_data(array), dtype=array.type.to_pandas_dtype())
-    values = raw[array.offset : array.offset + len(array)].astype(np.int64)
-    return values if array.null_count == 0 else np.where(valid_rows(column), values, null)
+    values = raw(column).astype(np.int64)
+    return values if column.null_count == 0 else np.where(valid_rows(column), values, null)
 
 
 def floats(column: pa.ChunkedArray) -> NDArray[np.float64]:
     """Return a float column as float64, with NaN where it is null."""
-    array = _whole(column)
-    raw = np.frombuffer(_data(array), dtype=array.type.to_pandas_dtype())
-    values = raw[array.offset : array.offset + len(array)].astype(np.float64)
-    return values if array.null_count == 0 else np.where(valid_rows(column), values, np.nan)
+    values = raw(column).astype(np.float64)
+    return values if column.null_count == 0 else np.where(valid_rows(column), values, np.nan)
 
 
 def bools(column: pa.ChunkedArray) -> Bools:

@@ -8,17 +8,21 @@ Read next: `run.py` (the files of one run), `formats/own.py` (request traces by 
 """
 
 import csv
+import hashlib
 import io
 import json
 import os
+import re
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from mdi_shared.errors import TraceError
@@ -31,6 +35,9 @@ from mdi_traces.schema import (
     Metadata,
     type_name,
 )
+
+_SEAL = b"mdi-seal"  # then the SHA-256 of the file without these two
+_FORMULA = re.compile(r"'*[=+\-@\t\r]")  # what a spreadsheet would run; an apostrophe stops it
 
 
 @contextmanager
@@ -77,7 +84,10 @@ def write_parquet(
     """
     require_schema(table, metadata.table, str(path))
     with atomic_file(path) as file:
-        pq.write_table(_with_metadata(table, metadata, content), file, compression="zstd")
+        whole = io.BytesIO()
+        pq.write_table(_with_metadata(table, metadata, content), whole, compression="zstd",
+                       write_page_checksum=True)  # fmt: skip
+        file.write(_sealed(whole.getvalue()))
 
 
 def write_jsonl(path: str | os.PathLike[str], table: pa.Table, metadata: Metadata) -> None:
@@ -93,7 +103,8 @@ def write_jsonl(path: str | os.PathLike[str], table: pa.Table, metadata: Metadat
 def write_csv(path: str | os.PathLike[str], table: pa.Table, metadata: Metadata) -> None:
     """Write the columns that hold values as CSV, lists as ids with spaces between.
 
-    CSV has no place for metadata: source, licence and hash block size do not travel.
+    Texts that a spreadsheet would run as a formula get an apostrophe in front, which reading
+    takes away. CSV has no place for metadata: source, licence and hash block size do not travel.
     """
     require_schema(table, metadata.table, str(path))
     names = [name for name in table.column_names if table[name].null_count < len(table)]
@@ -108,8 +119,17 @@ def write_csv(path: str | os.PathLike[str], table: pa.Table, metadata: Metadata)
 
 def _cell(value: object) -> object:
     if isinstance(value, list):
-        return " ".join(map(str, value))
+        value = " ".join(map(str, value))
+    if isinstance(value, str) and _FORMULA.match(value):
+        return "'" + value
     return "" if value is None else value
+
+
+def unguarded(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return CSV cells without the apostrophe that keeps a spreadsheet from running them."""
+    if not pa.types.is_string(column.type):
+        return column
+    return pc.replace_substring_regex(column, f"^'({_FORMULA.pattern})", r"\1")
 
 
 def read_table(path: str | os.PathLike[str], kind: str) -> tuple[pa.Table, Metadata]:
@@ -121,7 +141,8 @@ def read_table(path: str | os.PathLike[str], kind: str) -> tuple[pa.Table, Metad
     where a value is required.
     """
     file = str(path)
-    table = read_parquet(path)
+    require_file(path)
+    table = parse_parquet(file, Path(path).read_bytes())
     document = (table.schema.metadata or {}).get(METADATA_KEY)
     if document is None:
         raise TraceError(file, "has no mini-deepinfer metadata: not a trace of this project")
@@ -155,14 +176,53 @@ def read_content(path: str | os.PathLike[str]) -> str | None:
     return None if content is None else content.decode(errors="replace")
 
 
-def read_parquet(path: str | os.PathLike[str]) -> pa.Table:
-    """Read any Parquet file; every failure is a one-line `TraceError`."""
-    require_file(path)
+def parse_parquet(file: str, raw: bytes) -> pa.Table:
+    """Read any Parquet file, given as bytes; every failure is a one-line `TraceError`.
+
+    Seal and page checksums are verified, where there are any, and no column name may come twice.
+    """
+    _require_seal(file, raw)
     try:
-        with pq.ParquetFile(path) as parquet:
-            return parquet.read()
-    except (pa.ArrowException, OSError) as error:
-        raise _unreadable(path, error) from error
+        with pq.ParquetFile(pa.py_buffer(raw), page_checksum_verification=True) as parquet:
+            table = parquet.read()
+            table.validate(full=True)
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise _unreadable(file, error) from error
+    require_unique(table.column_names, file)
+    return table
+
+
+def _sealed(raw: bytes) -> bytes:
+    """Return a Parquet file with a digest of all its bytes in front of its footer.
+
+    Readers look for what the footer names and pass over the rest. Page checksums do not cover the
+    footer, where names, types and metadata are.
+    """
+    at = _footer_at(raw)
+    return b"".join([raw[:at], _SEAL, hashlib.sha256(raw).digest(), raw[at:]])
+
+
+def _require_seal(file: str, raw: bytes) -> None:
+    end = _footer_at(raw)
+    start = end - len(_SEAL) - hashlib.sha256().digest_size
+    if start < 0 or not raw.startswith(_SEAL, start):
+        return  # written by another program
+    digest = hashlib.sha256(raw[:start])
+    digest.update(raw[end:])
+    if digest.digest() != raw[start + len(_SEAL) : end]:
+        raise TraceError(file, "is damaged: its bytes are not those that were written")
+
+
+def _footer_at(raw: bytes) -> int:
+    """Return where the footer begins: its length stands before the last four bytes."""
+    return len(raw) - 8 - int.from_bytes(raw[-8:-4], "little")
+
+
+def require_unique(names: Sequence[str], file: str) -> None:
+    """Raise `TraceError` for a column name that comes twice."""
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise TraceError(file, f"{count} columns have this name", column=name[:60])
 
 
 def _unreadable(path: str | os.PathLike[str], error: Exception) -> TraceError:

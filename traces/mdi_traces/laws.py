@@ -3,7 +3,7 @@
 Each law is one function from the tables to the first row that breaks it. They judge neither speed
 nor policy, and never look at how a step was planned.
 
-Read next: `check.py` (who runs them), engine-semantics §1.5 and §9 (where they come from).
+Read next: `check.py` (who runs them), docs/rules.md, R5 and R35 (where they come from).
 """
 
 from collections.abc import Callable, Mapping
@@ -217,6 +217,14 @@ def output_tokens_are_emitted(t: Tables) -> Broken | None:
     return _equal(t, REQUESTS, ("output_len", output), ("the sum of emitted", emitted))
 
 
+def content_is_unchanged(t: Tables) -> Broken | None:
+    """A run read from files has the content hash that it was saved with."""
+    saved = t.run.content
+    if saved is None or saved == (found := t.run.content_hash()):
+        return None
+    return Broken(REQUESTS, None, f"its content hash is {found:.12}, it was saved with {saved:.12}")
+
+
 Law = Callable[[Tables], Broken | None]
 LAWS: Mapping[str, Law] = MappingProxyType({
     law.__name__: law
@@ -224,6 +232,6 @@ LAWS: Mapping[str, Law] = MappingProxyType({
         every_request_ends, request_times_ascend, step_times_ascend, schedule_times_ascend,
         steps_have_no_gaps, ranks_agree_on_phase, padding_only_adds, memory_returns,
         items_belong, items_are_consistent, step_rows_match_items, prompt_tokens_are_computed,
-        output_tokens_are_emitted,
+        output_tokens_are_emitted, content_is_unchanged,
     )
 })  # fmt: skip

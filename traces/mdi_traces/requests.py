@@ -7,16 +7,17 @@ Read next: `formats/` (where traces come from), `generate.py` (synthetic ones), 
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from mdi_shared.errors import ConfigError, TraceError
-from mdi_traces.columns import Bools, Ints, codes, ints, numbers, texts, valid_rows
+from mdi_traces.columns import Bools, Ints, codes, floats, ints, numbers, texts, valid_rows
 from mdi_traces.io import require_schema, write_csv, write_jsonl, write_parquet
 from mdi_traces.run import to_frame
 from mdi_traces.schema import OUTPUT_COLUMNS, REQUEST_SCHEMA, REQUESTS, Metadata
@@ -145,17 +146,19 @@ class Problem(NamedTuple):
     text: str
 
 
-def validate_requests(table: pa.Table, file: str, *, lines: Ints | None = None) -> None:
+def validate_requests(
+    table: pa.Table, file: str, *, place: Callable[[int], tuple[str, int]] | None = None
+) -> None:
     """Raise `TraceError` for the first broken rule, naming file, row, column and value.
 
-    `lines` gives the line of each row in the file it came from; without it rows count from 1.
+    `place` gives file and line of a 0-based row; without it rows count from 1.
     """
     require_schema(table, REQUESTS, file)
     if len(table) == 0:
         raise TraceError(file, "holds no requests")
     for problem in request_problems(table):
-        row = problem.row + 1 if lines is None else int(lines[problem.row])
-        raise TraceError(file, problem.text, row=row, column=problem.column)
+        where, row = (file, problem.row + 1) if place is None else place(problem.row)
+        raise TraceError(where, problem.text, row=row, column=problem.column)
 
 
 def request_problems(table: pa.Table) -> Iterator[Problem]:
@@ -176,15 +179,30 @@ def request_problems(table: pa.Table) -> Iterator[Problem]:
     yield from _first(arrival < 0, "arrival_ns", "{} must not be negative", arrival)
     yield from _first(arrival > LATEST_NS, "arrival_ns", f"{{}} must be at most {LATEST_NS}, which "
                       "leaves room for the run after it", arrival)  # fmt: skip
-    yield from _first(_falls(arrival), "arrival_ns", "{} is earlier than the row before; pass "
-                      "sort=True to order the rows by arrival", arrival)  # fmt: skip
+    yield from _first(_falls(arrival), "arrival_ns", "{} is earlier than the row before; order "
+                      "rows by arrival (mdi convert --sort, or sort=True)", arrival)  # fmt: skip
     rank = ints(table["rank"])
     yield from _first(rank < 0, "rank", "{} must not be negative; null = any rank", rank)
+    yield from _sampling(table)
     yield from _duplicates(table)
     yield from _sessions(table)
 
 
-def _first(bad: Bools, column: str, text: str, values: Ints) -> Iterator[Problem]:
+def _sampling(table: pa.Table) -> Iterator[Problem]:
+    """Sampling options are held to the rules that the engine has for them; null is the default."""
+    temperature, top_p = floats(table["temperature"]), floats(table["top_p"])
+    top_k = ints(table["top_k"], null=-1)
+    given = valid_rows(table["temperature"])
+    yield from _first(given & ~((temperature >= 0) & np.isfinite(temperature)), "temperature",
+                      "{} must be at least 0 and finite", temperature)  # fmt: skip
+    given = valid_rows(table["top_p"])
+    yield from _first(given & ~((top_p > 0) & (top_p <= 1)), "top_p",
+                      "{} must be above 0 and at most 1", top_p)  # fmt: skip
+    yield from _first((top_k < 1) & (top_k != -1), "top_k",
+                      "{} must be at least 1, or -1 (off)", top_k)  # fmt: skip
+
+
+def _first(bad: Bools, column: str, text: str, values: NDArray[Any]) -> Iterator[Problem]:
     if bad.any():
         row = int(bad.argmax())
         yield Problem(row, column, text.format(values[row]))

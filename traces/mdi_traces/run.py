@@ -32,8 +32,9 @@ class Run:
     """Steps, step items and requests of one run, with the metadata they share.
 
     `items` may be None (not recorded) or a function without arguments that makes the table when
-    it is first asked for. `pieces` makes the same rows piece by piece, each time anew: what reads
-    them once needs no memory for all of them.
+    it is first asked for. `content` is the `content_hash` that a run was saved with. `pieces`
+    makes the same rows as `items`, piece by piece and each time anew: what reads them once needs no
+    memory for all of them.
     """
 
     def __init__(
@@ -42,11 +43,13 @@ class Run:
         requests: pa.Table,
         metadata: Metadata,
         items: pa.Table | Callable[[], pa.Table] | None = None,
+        content: str | None = None,
         pieces: Callable[[], Iterable[pa.Table]] | None = None,
     ) -> None:
         self.steps_table = steps
         self.requests_table = requests
         self.metadata = metadata
+        self.content = content
         self._items = items
         self._pieces = pieces
 
@@ -88,7 +91,7 @@ class Run:
         Returns the paths written. `items=False`, or a run without items, leaves the first out
         (and removes one of an earlier run of this name). Raises `TraceError`.
         """
-        base, content = run_prefix(prefix), self._content()
+        base, content = run_prefix(prefix), self.content_hash()
         tables = {ITEMS: self.items_table if items else None, STEPS: self.steps_table,
                   REQUESTS: self.requests_table}  # fmt: skip
         written = []
@@ -101,7 +104,7 @@ class Run:
             written.append(path)
         return written
 
-    def _content(self) -> str:
+    def content_hash(self) -> str:
         """Return a hash by which the files of this run know each other; equal runs, equal hash.
 
         Runs of equal options have equal metadata: what happened when tells them apart.
@@ -134,7 +137,7 @@ def load_run(path: str | os.PathLike[str]) -> Run:
             raise TraceError(path, "and the requests file belong to different runs: saving one "
                              "over the other was interrupted; save the run again")  # fmt: skip
     items = (lambda: _read_matching(items_path, ITEMS, metadata)) if recorded else None
-    return Run(steps, requests, metadata, items)
+    return Run(steps, requests, metadata, items, content)
 
 
 def run_prefix(path: str | os.PathLike[str]) -> str:

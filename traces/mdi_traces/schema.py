@@ -29,7 +29,7 @@ _TEXT, _LABEL = pa.string(), pa.dictionary(pa.int32(), pa.string())
 _I8, _I16, _I32, _I64 = pa.int8(), pa.int16(), pa.int32(), pa.int64()
 _F32, _F64, _BOOL = pa.float32(), pa.float64(), pa.bool_()
 
-# name, type, nullable, unit, meaning; order is the order in the file (engine-semantics §9.2, §9.3)
+# name, type, nullable, unit, meaning; order is the order in the file (docs/trace-format.md)
 _Row = tuple[str, pa.DataType, bool, str, str]
 
 
@@ -122,7 +122,7 @@ _REQUEST_ROWS: list[_Row] = [
     ("output_len", _I32, False, "tokens", "input: how many to give; output: how many came"),
     ("cached_len", _I32, False, "tokens", "leading prompt tokens already cached"),
     ("hash_ids", pa.list_(_I64), True, "", "prefix blocks in order; equal ids, equal block"),
-    ("priority", _I8, True, "", "larger is more urgent"),
+    ("priority", _I8, True, "", "larger is more urgent; kept, but no policy uses it"),
     ("temperature", _F32, True, "", "null = default"),
     ("top_p", _F32, True, "", "null = default"),
     ("top_k", _I32, True, "", "null = default"),
@@ -200,6 +200,13 @@ def type_name(dtype: pa.DataType) -> str:
     return f"list<{dtype.value_type}>" if pa.types.is_list(dtype) else str(dtype)
 
 
+_METADATA_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType({
+    "generator": (str,), "config": (dict,), "notes": (list,),
+    **dict.fromkeys(("model", "hardware", "licence"), (str, type(None))),
+    **dict.fromkeys(("seed", "hash_block_size"), (int, type(None))),
+})  # fmt: skip
+
+
 @lru_cache(maxsize=1)
 def this_generator() -> str:
     """Return this package's name and version, as written into every file."""
@@ -246,14 +253,14 @@ class Metadata:
         """Parse what `to_json` wrote; `file` is for the message of the `TraceError` it raises."""
         try:
             document = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TraceError(file, f"its metadata is not JSON ({error})") from error
         return cls.from_document(document, file)
 
     @classmethod
     def from_document(cls, document: object, file: str) -> "Metadata":
         """Build from the parsed JSON document; raises `TraceError` naming the offending key."""
-        if not isinstance(document, dict) or not isinstance(document.get("schema_version"), int):
+        if not isinstance(document, dict) or type(document.get("schema_version")) is not int:
             raise TraceError(
                 file, "its metadata has no schema_version: not a trace of this project"
             )
@@ -268,6 +275,25 @@ class Metadata:
             raise TraceError(file, f"its metadata {problem}, schema version {found}")
         for key, allowed in (("table", tuple(SCHEMAS)), ("source", SOURCES), ("clock", CLOCKS)):
             if document[key] not in allowed:
-                raise TraceError(file, f"its metadata has {key} = {document[key]!r}; allowed: "
+                raise TraceError(file, f"its metadata has {key} = {document[key]!r:.60}; allowed: "
                                  f"{', '.join(allowed)}")  # fmt: skip
+        _require_types(document, file)
         return cls(**{**document, "notes": tuple(document["notes"])})
+
+
+def _require_types(document: Mapping[str, Any], file: str) -> None:
+    """Raise `TraceError` for a value that its key cannot have."""
+    for key, kinds in _METADATA_TYPES.items():
+        if type(document[key]) not in kinds:
+            wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise TraceError(file, f"its metadata has {key} = {document[key]!r:.60}; must be of "
+                             f"type {wanted}")  # fmt: skip
+    if not all(isinstance(note, str) for note in document["notes"]):
+        raise TraceError(file, "its metadata has notes that are not text")
+    block = document["hash_block_size"]
+    if block is not None and block < 1:
+        raise TraceError(file, f"its metadata has hash_block_size = {block}; must be at least 1")
+    try:
+        json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise TraceError(file, "its metadata holds half a character") from error

@@ -7,25 +7,22 @@ virtual time.
 Read next: `llm.py` (the offline class), `runner.py` (the device), `mdi_shared/loop.py`.
 """
 
-import random
-import threading
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mdi_exec.engine.recording import NO_ARRIVAL, LaunchTimes, Recording
-from mdi_exec.engine.request_state import RequestOutput, RequestState, check_prompt, ints32
+from mdi_exec.engine.request_state import RequestBook, RequestOutput, RequestState
 from mdi_exec.engine.runner import ModelRunner, Pending, StepTokens
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.errors import EngineStoppedError
 from mdi_exec.ranks.parallel import HAS_COME, MAY_COME, NOTHING_COMES, RankGroup
 from mdi_exec.weights.tokenizer import Tokenizer
-from mdi_shared.errors import ConfigError
+from mdi_shared.config import SchedulerConfig
 from mdi_shared.loop import (
     Answer,
     AwaitArrival,
     AwaitStep,
-    Balance,
     Effect,
     Launch,
     News,
@@ -81,14 +78,11 @@ class LLMEngine:
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
         self.recording = recording
-        self._dice = random.Random(seed)  # seeds of requests that bring none
+        self._book = RequestBook(vocab_size, seed)
         self._inbox: list[RequestState] = []
         self._aborts: list[str] = []
-        self._lock = threading.Lock()
-        self._live: dict[str, RequestState] = {}
         self._by_seq: dict[int, RequestState] = {}
         self._num_submitted = 0
-        self._num_added = 0
         self._flights: deque[_InFlight] = deque()
         self._outputs: list[RequestOutput] = []
         self._loop = serve(scheduler, num_ranks=self.group.size)
@@ -129,32 +123,20 @@ class LLMEngine:
         """
         self.check_request(prompt_token_ids, params)
         assert rank is None or self.takes(rank), f"rank {rank}'s request, on {self.group.rank}"
-        with self._lock:
-            name = req_id if req_id is not None else str(self._num_added)
-            if name in self._live:
-                raise ConfigError("req_id", name, "is in use by an unfinished request")
-            params = self.draw_seed(params)
-            state = RequestState(
-                req_id=name,
-                prompt_len=len(prompt_token_ids),
-                tokens=ints32(prompt_token_ids),
-                params=params,
-                arrival_ns=self.now_ns() if arrival_ns is None else arrival_ns,
-                row=self._num_added,
-            )
-            self._num_added += 1
-            self._live[name] = state
+        with self._book.lock:
+            arrival_ns = self.now_ns() if arrival_ns is None else arrival_ns
+            state = self._book.add(prompt_token_ids, params, req_id, arrival_ns)
             self._inbox.append(state)
-        return name
+        return state.req_id
 
     def check_request(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raise what `add_request` would raise for this prompt; queue nothing."""
         self._require_open()
-        check_prompt(prompt_token_ids, params, self.vocab_size)
+        self._book.check(prompt_token_ids, params)
 
     def abort_request(self, req_id: str) -> None:
         """End a request at the next step; unknown and finished ids are ignored."""
-        with self._lock:
+        with self._book.lock:
             self._aborts.append(req_id)
 
     def takes(self, rank: int) -> bool:
@@ -162,14 +144,21 @@ class LLMEngine:
         return rank == self.group.rank
 
     def draw_seed(self, params: SamplingParams) -> SamplingParams:
-        """Give `params` a seed if they bring none: the next one, counted over all such requests."""
-        if params.seq_seed is not None:
-            return params
-        return replace(params, seq_seed=self._dice.getrandbits(64))
+        """See `RequestBook.draw_seed`."""
+        return self._book.draw_seed(params)
 
     def expect_requests(self) -> None:
         """In a group: some rank gets requests now, so take part in turns until all are idle."""
         self._is_idle = self.group.size == 1
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        return self.scheduler.config
+
+    def warm_up(self) -> None:
+        """Compile kernels and capture graphs now; before any request."""
+        config = self.scheduler.config
+        self.runner.warm_up(min(config.token_budget, config.max_model_len))
 
     @property
     def is_stopped(self) -> bool:
@@ -183,7 +172,7 @@ class LLMEngine:
     @property
     def is_quiet(self) -> bool:
         """Whether the loop sleeps, since no rank has work, and nothing was added here since."""
-        return isinstance(self._effect, AwaitArrival) and not self._live
+        return isinstance(self._effect, AwaitArrival) and not self._book.live
 
     @property
     def is_idle(self) -> bool:
@@ -192,12 +181,12 @@ class LLMEngine:
 
     def abort_all(self) -> None:
         """End all requests at the next step."""
-        with self._lock:
-            self._aborts += list(self._live)
+        with self._book.lock:
+            self._aborts += list(self._book.live)
 
     def has_unfinished_requests(self) -> bool:
         """Say whether some request has not been answered in full yet, in a group on any rank."""
-        return bool(self._live) or not self._is_idle
+        return bool(self._book.live) or not self._is_idle
 
     # ---- turns ---------------------------------------------------------------------------------
 
@@ -279,15 +268,11 @@ class LLMEngine:
         if isinstance(effect, Report):
             self._report(effect)
             return None
-        assert isinstance(effect, Vote | Balance), effect
+        assert isinstance(effect, Vote), effect
         before_ns = time.monotonic_ns()
-        agreed: Answer
-        if isinstance(effect, Vote):
-            agreed = self.group.vote(effect)
-        else:
-            agreed = self.group.balance(effect.offer)
+        verdict = self.group.vote(effect)
         self._waited_ns += time.monotonic_ns() - before_ns
-        return agreed
+        return verdict
 
     def _is_woken(self) -> bool:
         """Say whether any rank has news; an idle group that expects some naps a little first."""
@@ -305,11 +290,11 @@ class LLMEngine:
         return heard == HAS_COME
 
     def _has_news(self) -> bool:
-        with self._lock:
+        with self._book.lock:
             return bool(self._inbox or self._aborts)
 
     def _poll(self) -> News:
-        with self._lock:
+        with self._book.lock:
             arrived, self._inbox = self._inbox, []
             looked_ns = self._poll_ns
             aborts, self._aborts = self._aborts, []
@@ -393,5 +378,5 @@ class LLMEngine:
         """Show a request's last output and forget it; steps in flight keep their own list."""
         state = self._by_seq.pop(ending.seq_id)
         state.finish_reason = ending.reason
-        self._live.pop(state.req_id, None)
+        self._book.live.pop(state.req_id, None)
         self._outputs.append(RequestOutput(state, new, self.tokenizer))

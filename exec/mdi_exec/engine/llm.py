@@ -3,31 +3,25 @@
     with LLM("path/or/hub-id", max_model_len=4096, kv_cache_memory_gb=2.0) as llm:
         outputs = llm.generate(["Hello"], SamplingParams(max_tokens=16))
 
-Read next: `options.py` (what can be set), `loaded.py` (the model), `engine.py` (what runs).
+Read next: `options.py` (what can be set), `rank.py` (what is loaded), `engine.py` (what runs).
 """
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from mdi_exec.engine.engine import LLMEngine
-from mdi_exec.engine.loaded import CostModel, LoadedModel
 from mdi_exec.engine.options import EngineOptions, split_options
+from mdi_exec.engine.rank import Rank
 from mdi_exec.engine.request_state import RequestOutput
 from mdi_exec.engine.sampling import SamplingParams, params_for_each
 from mdi_exec.engine.workers import GroupEngine
-from mdi_exec.errors import EngineStoppedError
-from mdi_exec.ranks.parallel import (
-    RankAddress,
-    RankGroup,
-    join_group,
-    own_device,
-    require_even_experts,
-)
-from mdi_exec.weights.source import open_model
-from mdi_shared.cost.files import read_cost_file
+from mdi_exec.model.config import ModelConfig
+from mdi_exec.ranks.parallel import RankAddress
+from mdi_exec.weights.source import ModelSource
+from mdi_exec.weights.tokenizer import Tokenizer
+from mdi_shared.config import SchedulerConfig
 from mdi_shared.errors import ConfigError
 from mdi_shared.placement import placement_by_name
 
@@ -44,57 +38,26 @@ class LLM:
     a line per rank on the memory it will take, before it loads: on a GPU, and on any device in a
     group; without it the lines are logged (INFO). `notes` are lines that the user should see, such
     as why another chunk policy runs than the one asked for.
+
+    It is the front of one rank, here (`rank.py`), or of a group of child processes (`workers.py`).
     """
 
     def __init__(
         self, model: str | Path, *, on_estimate: Callable[[str], None] | None = None,
         **options: object,
     ) -> None:  # fmt: skip
-        self.options, scheduler_options = split_options(options)
-        # Read first: a bad file is no reason to load weights.
-        cost_model = _read_cost_model(self.options)
+        engine_options, _ = split_options(options)
         tell = on_estimate if on_estimate is not None else logging.getLogger(__name__).info
-        self.notes: tuple[str, ...] = ()
-        self.group = RankGroup()
-        self.loaded: LoadedModel | None = None
-        self._placement = placement_by_name(self.options.placement)
-        self._num_placed = 0
-        self._is_closed = False
         address = RankAddress.from_environment()
-        if address is None and self.options.data_parallel_size > 1:
-            self._start_ranks(model, options, tell)
-            return
-        self.options.require_group(1 if address is None else address.size)
-        if address is not None:
-            self.group = join_group(address, self.options.group_timeout_s)
-        with self.group.ends_with():
-            self.loaded = LoadedModel(model, self.options, scheduler_options, self.group, tell)
-            self.source, self.model = self.loaded.source, self.loaded.transformer
-            self.config, self.tokenizer = self.loaded.config, self.loaded.tokenizer
-            self._open(self.loaded, self.loaded.options, scheduler_options, cost_model)
+        self._rank: Rank | None = None
+        if address is None and engine_options.data_parallel_size > 1:
+            self._front = GroupEngine(model, options, engine_options, on_estimate=tell)
+        else:
+            self._rank = Rank(model, options, address=address, on_estimate=tell)
+        self._start_placing()
 
-    def _start_ranks(
-        self, model: str | Path, options: dict[str, Any], tell: Callable[[str], None]
-    ) -> None:
-        """Be the front of a group whose ranks are child processes; no model is loaded here."""
-        size = self.options.data_parallel_size
-        self.options.require_group(size)
-        self.source = open_model(model, "cpu", self.options.revision)
-        self.config, self.tokenizer = self.source.config, self.source.tokenizer
-        require_even_experts(self.config.n_routed_experts, size)
-        self.engine: LLMEngine | GroupEngine = GroupEngine(
-            model, options, size=size, port=self.options.group_port, seed=self.options.seed,
-            vocab_size=self.config.vocab_size, tokenizer=self.tokenizer, on_estimate=tell,
-        )  # fmt: skip
-        self.scheduler_config = self.engine.scheduler_config
-
-    def _open(
-        self, loaded: LoadedModel, options: EngineOptions, scheduler_options: dict[str, Any],
-        cost_model: CostModel | None,
-    ) -> None:  # fmt: skip
-        """Serve with a fresh engine from now on."""
-        self.engine, self.notes = loaded.engine(options, scheduler_options, cost_model)
-        self.options, self.scheduler_config = options, self.engine.scheduler.config
+    def _start_placing(self) -> None:
+        self._placement, self._num_placed = placement_by_name(self.options.placement), 0
 
     def reopen(self, **options: object) -> None:
         """Serve on with other options: a fresh engine and cache on the weights that are loaded.
@@ -109,30 +72,52 @@ class LLM:
         once the old engine is closed, for a cache that will not fit. Raises `EngineStoppedError`
         after `close`.
         """
-        loaded = self.loaded
-        if loaded is None:
+        if self._rank is None:
             size = self.options.data_parallel_size
             raise ConfigError("data_parallel_size", size, "ranks that the LLM has started cannot "
                               "be reopened; make another LLM")  # fmt: skip
-        if self._is_closed:
-            raise EngineStoppedError("it was closed")
-        if "device" in options:  # a rank that was given "cuda" has one of the GPUs
-            options["device"] = own_device(str(options["device"]), self.group)
-        engine_options, scheduler_options = split_options(loaded.options.keep_loading(options))
-        loaded.planned_config(engine_options, scheduler_options)
-        cost_model = _read_cost_model(engine_options)
-        with self.group.ends_with():
-            self._save_last()
-            self.rank_engine.close(leaves_group=False)
-            loaded.require_room(engine_options, scheduler_options)
-            self._open(loaded, engine_options, scheduler_options, cost_model)
-        self._placement, self._num_placed = placement_by_name(self.options.placement), 0
+        self._rank.reopen(options)
+        self._start_placing()
 
     @property
-    def rank_engine(self) -> LLMEngine:
-        """This process's own engine; the front of a group that has started its ranks has none."""
-        assert isinstance(self.engine, LLMEngine), "this process has no rank"
-        return self.engine
+    def _served(self) -> Rank | GroupEngine:
+        return self._rank if self._rank is not None else self._front
+
+    @property
+    def rank(self) -> Rank:
+        """This process's own rank; the front of a group that has started its ranks has none."""
+        assert self._rank is not None, "this process has no rank"
+        return self._rank
+
+    @property
+    def engine(self) -> LLMEngine | GroupEngine:
+        """What serves: this process's engine, or the front of those in its ranks."""
+        return self._rank.engine if self._rank is not None else self._front
+
+    @property
+    def options(self) -> EngineOptions:
+        return self._served.options
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        return self.engine.scheduler_config
+
+    @property
+    def source(self) -> ModelSource:
+        """The model's config, tokenizer and tensors."""
+        return self._rank.loaded.source if self._rank is not None else self._front.source
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.source.config
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.source.tokenizer
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return () if self._rank is None else self._rank.notes
 
     def generate(
         self,
@@ -158,14 +143,15 @@ class LLM:
 
     def _outputs_elsewhere(self, own: dict[str, RequestOutput]) -> dict[str, RequestOutput]:
         """Tell the other ranks under torchrun this one's outputs, and return theirs."""
-        if self.group.size == 1:
+        if self._rank is None or self._rank.group.size == 1:
             return {}
-        others = self.group.gather_objects([output.state for output in own.values()])
+        group = self._rank.group
+        others = group.gather_objects([output.state for output in own.values()])
         return {
             state.req_id: RequestOutput(state, (), self.tokenizer)
             for rank, states in enumerate(others)
             for state in states
-            if rank != self.group.rank
+            if rank != group.rank
         }
 
     def stream(
@@ -187,54 +173,21 @@ class LLM:
 
     def warm_up(self) -> None:
         """Compile kernels and capture graphs now, rather than in the first step of each size."""
-        if isinstance(self.engine, GroupEngine):
-            self.engine.warm_up()
-            return
-        config = self.scheduler_config
-        self.engine.runner.warm_up(min(config.token_budget, config.max_model_len))
+        self.engine.warm_up()
 
     def save_recording(self) -> None:
         """Write the run so far to the files `record` names; nothing without it.
 
         One run for all ranks; under torchrun all of them call this, and rank 0 writes.
         """
-        if self.options.record is not None:
-            run = self.engine.recorded_run()
-            if run is not None:
-                run.save(self.options.record)
+        self._served.save_recording()
 
     def close(self) -> None:
         """Save the recording and release the device; the object cannot be used afterwards.
 
         When its group has failed, a rank saves what it has recorded itself, as PREFIX.rankN.
         """
-        if self._is_closed:
-            return
-        self._is_closed = True
-        try:
-            self._save_last()
-        finally:
-            self.engine.close()
-
-    def _save_last(self) -> None:
-        """Save the recording of an engine that will be closed."""
-        if not self.group.is_open:
-            self._save_own_part()
-        elif not self.engine.is_stopped or self.engine.num_ranks == 1:
-            self.save_recording()
-
-    def close_rank(self) -> None:
-        """Close a rank whose recording somebody else saves, unless the group has failed."""
-        if not self.group.is_open:
-            self._save_own_part()
-        self._is_closed = True
-        self.engine.close()
-
-    def _save_own_part(self) -> None:
-        recording = self.rank_engine.recording
-        if self.options.record is not None and recording is not None:
-            run = recording.run(self.rank_engine.scheduler)
-            run.save(f"{self.options.record}.rank{self.group.rank}")
+        self._served.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -245,8 +198,8 @@ class LLM:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None:
-            self.group.fail(error)  # the other ranks wait for no more turns of this one
+        if error is not None and self._rank is not None:
+            self._rank.group.fail(error)  # the other ranks wait for no more turns of this one
         self.close()
 
     def _add_all(
@@ -287,7 +240,3 @@ class LLM:
             raise ConfigError("prompts", prompt, "the checkpoint has no tokenizer.json; give "
                               "token ids")  # fmt: skip
         return self.tokenizer.encode(prompt)
-
-
-def _read_cost_model(options: EngineOptions) -> CostModel | None:
-    return None if options.cost_model is None else read_cost_file(options.cost_model)

@@ -4,7 +4,7 @@ Loading takes minutes, an engine with its cache and graphs moments. So the two a
 loaded model can be served by one engine after the other, with other options. In a group this is
 one rank's part of the model.
 
-Read next: `memory.py` (what is checked), `engine.py`, `runner.py`; `llm.py` is what users hold.
+Read next: `memory.py` (what is checked), `engine.py`, `runner.py`; `rank.py` holds it.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mdi_exec.engine.engine import LLMEngine
+from mdi_exec.engine.kernels_ahead import Reach, compile_ahead, told_in_lines
 from mdi_exec.engine.memory import (
     MemoryEstimate,
     StepLimits,
@@ -25,17 +26,18 @@ from mdi_exec.engine.memory import (
 from mdi_exec.engine.options import DEFAULT_KV_CACHE_GB, GB, EngineOptions, scheduler_config
 from mdi_exec.engine.recording import Recording, hardware_name
 from mdi_exec.engine.runner import ModelRunner
-from mdi_exec.engine.sampler import Sampler
 from mdi_exec.model.cache import CacheLayout, DeviceCache
-from mdi_exec.model.shape import shape_of
+from mdi_exec.model.config import shape_of
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.model.weights import ExpansionBudget, Weights
 from mdi_exec.numerics import Numerics
+from mdi_exec.ops.sampler import Sampler
 from mdi_exec.ranks.exchange import ExpertExchange, ExpertShard, make_exchange
 from mdi_exec.ranks.parallel import RankGroup, own_device, require_even_experts
 from mdi_exec.weights.source import open_model
 from mdi_shared.chunking import fallback_note, make_policy
 from mdi_shared.config import SchedulerConfig
+from mdi_shared.cost.files import read_cost_file
 from mdi_shared.cost.hardware import H200
 from mdi_shared.cost.linear import LinearCost
 from mdi_shared.cost.predicted import PredictedCost
@@ -73,6 +75,8 @@ class LoadedModel:
             estimate = self._estimate(self.options, scheduler_options)
             on_estimate(self._line(estimate))
             require_fits_on(estimate, self.options.device)
+        if self.options.uses_kernels and self.options.compile_ahead and group.size == 1:
+            self._compile_ahead(scheduler_options, on_estimate)
         budget = ExpansionBudget(self.options.expanded_weights_bytes, self.options.uses_kernels)
         self.transformer = Transformer(
             self.config,
@@ -81,6 +85,19 @@ class LoadedModel:
             numerics=numerics,
             exchange=self._exchange(),
         )
+
+    def _compile_ahead(
+        self, scheduler_options: Mapping[str, Any], tell: Callable[[str], None]
+    ) -> None:
+        from mdi_exec.ops.kernels.jit import cache_folder, current_architecture
+
+        note = cache_folder()[1]
+        if note is not None:
+            tell(note)
+        config = self.planned_config(self.options, scheduler_options)
+        reach = Reach.of(self.layout, config, self.options.expanded_weights_bytes)
+        with torch.cuda.device(self.options.device):
+            compile_ahead(reach, current_architecture(), told_in_lines(tell))
 
     def _exchange(self) -> ExpertExchange:
         tensors = self.group.tensor_group(torch.device(self.options.device))
@@ -202,6 +219,11 @@ class LoadedModel:
             {"checkpoint": self.source.fingerprint, **engine, **asdict(config)}
         )
         return config
+
+
+def read_cost_model(options: EngineOptions) -> CostModel | None:
+    """Return the step times that `cost_model` names; raises what reading the file does."""
+    return None if options.cost_model is None else read_cost_file(options.cost_model)
 
 
 def _chunk_cost(

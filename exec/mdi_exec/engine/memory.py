@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 
 from mdi_exec.engine.options import GB
-from mdi_exec.engine.sampler import ROWS_AT_ONCE
 from mdi_exec.model.cache import CacheLayout
 from mdi_exec.model.config import ModelConfig
 from mdi_exec.model.indexer import MAX_GATHERED_VALUES as INDEXER_GATHERS
 from mdi_exec.model.indexer import MAX_SCORES
 from mdi_exec.numerics import Numerics
 from mdi_exec.ops.hyper_connections import term_rows
+from mdi_exec.ops.sampler import ROWS_AT_ONCE
 from mdi_exec.ops.sparse_attention import MAX_GATHERED_VALUES as ATTENTION_GATHERS
 from mdi_exec.ranks.exchange import WHOLE, ExpertShard
 from mdi_exec.weights.names import TensorSpec, expected_tensors

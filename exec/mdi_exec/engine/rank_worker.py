@@ -6,21 +6,21 @@ under way is over. Messages are the frozen dataclasses below; answers go back be
 Read next: `workers.py`, `engine.py`.
 """
 
-import os
 import queue
 import signal
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 
+from mdi_exec.engine.rank import Rank
 from mdi_exec.engine.recording import RunDescription
 from mdi_exec.engine.request_state import Logprobs, RequestOutput
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.errors import EngineStoppedError, GroupError
+from mdi_exec.ranks.parallel import RankAddress
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.errors import MiniDeepInferError
 
@@ -31,9 +31,9 @@ from mdi_shared.errors import MiniDeepInferError
 class Setup:
     """What a worker starts with: its place in the group, and what `LLM` is called with."""
 
-    environment: dict[str, str]
+    address: RankAddress
     model: str
-    options: dict[str, Any]
+    options: dict[str, object]
     num_threads: int
 
 
@@ -123,7 +123,6 @@ class Failed:
 def run_rank(pipe: Connection, setup: Setup) -> None:
     """Be one rank until the front closes it or goes away. The whole of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the front decides
-    os.environ.update(setup.environment)
     torch.set_num_threads(setup.num_threads)
     try:
         _Worker(pipe, setup).run()
@@ -140,13 +139,12 @@ def _picklable(error: Exception) -> Exception:
 
 class _Worker:
     def __init__(self, pipe: Connection, setup: Setup) -> None:
-        from mdi_exec.engine.llm import LLM  # which imports `workers`
-
         self.pipe = pipe
-        self.llm = LLM(
-            setup.model, on_estimate=lambda line: pipe.send(Estimate(line)), **setup.options
-        )
-        self.engine = self.llm.rank_engine
+        self.rank = Rank(
+            setup.model, setup.options, address=setup.address,
+            on_estimate=lambda line: pipe.send(Estimate(line)),
+        )  # fmt: skip
+        self.engine = self.rank.engine
         self._asked: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._serving = threading.Event()
         self._is_closed = False
@@ -158,7 +156,7 @@ class _Worker:
             self._warm_up()
             self._serve()
         finally:
-            self.llm.close_rank()
+            self.rank.close(saves=False)  # the front does
 
     def _ready(self) -> Ready:
         engine = self.engine
@@ -166,14 +164,14 @@ class _Worker:
         description = None
         if recording is not None:
             description = recording.describe(engine.scheduler, engine.num_ranks)
-        return Ready(engine.start_ns, self.llm.scheduler_config, description)
+        return Ready(engine.start_ns, engine.scheduler_config, description)
 
     def _warm_up(self) -> None:
         """Answer questions until the front wants turns; all ranks get the same, in one order."""
         while not self._serving.is_set() or not self._asked.empty():
             what = self._asked.get()
             if what == "warm_up":
-                self.llm.warm_up()
+                self.engine.warm_up()
             if what:
                 self.pipe.send(Answer(self._part() if what == "part" else None))
 

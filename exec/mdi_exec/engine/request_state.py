@@ -1,11 +1,13 @@
 """A request inside the engine: its tokens, which the scheduler only counts, and what users get.
 
-Read next: `engine.py` (who keeps these), `sampling.py` (how tokens are chosen).
+Read next: `engine.py` (who keeps these), `sampling.py` (how tokens are chosen), `text.py`.
 """
 
+import random
+import threading
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.weights.tokenizer import Tokenizer
@@ -39,16 +41,54 @@ def ints32(values: Iterable[int] = ()) -> "array[int]":
     return array("i", values)
 
 
-def check_prompt(prompt_token_ids: list[int], params: SamplingParams, vocab_size: int) -> None:
-    """Raise `ConfigError` for an empty prompt or for a token id outside the vocabulary."""
-    if not prompt_token_ids:
-        raise ConfigError("prompt_token_ids", prompt_token_ids, "must hold at least one token")
-    if not _are_token_ids(prompt_token_ids, vocab_size):
-        index = next(i for i, token in enumerate(prompt_token_ids)
-                     if not _are_token_ids([token], vocab_size))  # fmt: skip
-        raise ConfigError(f"prompt_token_ids[{index}]", prompt_token_ids[index],
-                          f"must be an int from 0 to {vocab_size - 1}")  # fmt: skip
-    params.require_vocabulary(vocab_size)
+class RequestBook:
+    """An engine's unfinished requests by name; new ones are checked, named and given seeds here.
+
+    `lock` guards `live` against callers on other threads.
+    """
+
+    def __init__(self, vocab_size: int, seed: int) -> None:
+        self.vocab_size = vocab_size
+        self.live: dict[str, RequestState] = {}
+        self.lock = threading.RLock()
+        self._rng = random.Random(seed)  # seeds of requests that bring none
+        self._num_added = 0
+
+    def add(
+        self, prompt_token_ids: list[int], params: SamplingParams, req_id: str | None,
+        arrival_ns: int,
+    ) -> RequestState:  # fmt: skip
+        """Enter a checked request (see `check`), named after a counter if need be.
+
+        Raises `ConfigError` for a name that is in use. Call it with the lock held.
+        """
+        name = req_id if req_id is not None else str(self._num_added)
+        if name in self.live:
+            raise ConfigError("req_id", name, "is in use by an unfinished request")
+        state = RequestState(
+            req_id=name, prompt_len=len(prompt_token_ids), tokens=ints32(prompt_token_ids),
+            params=self.draw_seed(params), arrival_ns=arrival_ns, row=self._num_added,
+        )  # fmt: skip
+        self._num_added += 1
+        self.live[name] = state
+        return state
+
+    def draw_seed(self, params: SamplingParams) -> SamplingParams:
+        """Give `params` a seed if they bring none: the next one, counted over all such requests."""
+        if params.seq_seed is not None:
+            return params
+        return replace(params, seq_seed=self._rng.getrandbits(64))
+
+    def check(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        """Raise `ConfigError` for an empty prompt or for a token id outside the vocabulary."""
+        if not prompt_token_ids:
+            raise ConfigError("prompt_token_ids", prompt_token_ids, "must hold at least one token")
+        if not _are_token_ids(prompt_token_ids, self.vocab_size):
+            index = next(i for i, token in enumerate(prompt_token_ids)
+                         if not _are_token_ids([token], self.vocab_size))  # fmt: skip
+            raise ConfigError(f"prompt_token_ids[{index}]", prompt_token_ids[index],
+                              f"must be an int from 0 to {self.vocab_size - 1}")  # fmt: skip
+        params.require_vocabulary(self.vocab_size)
 
 
 def _are_token_ids(ids: Sequence[object], vocab_size: int) -> bool:

@@ -1,21 +1,26 @@
-"""What a request asks of the sampler, validated once, when it is made.
+"""What a request asks of the sampler, validated once, when it is made, and a step's rows of it.
 
-Names and defaults are the production engine's (engine-semantics §11). This is not the sampler:
-see `sampler.py` for the order of operations, `ops/gumbel.py` for the random numbers.
+Names and defaults are the production engine's (docs/rules.md, R37). This is not the sampler:
+see `ops/sampler.py` for the order of operations, `ops/gumbel.py` for the random numbers.
 """
 
 import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from mdi_exec.model.staging import Array
+from mdi_exec.ops.sampler import NO_GOLDEN, SamplingNeeds
 from mdi_shared.errors import ConfigError
 
 SEED_MODULUS = 2**64
 MOST_TOP_LOGPROBS = 1000
-NO_GOLDEN = -1  # in place of a golden token: sample normally
-ROW_STRIDE = 10_000_019  # between the positions of a decode step's rows, a prime (§5.2)
+COLDEST = 1e-5  # a temperature below counts as this one, without filters (R28)
+NO_TOP_K = -1
+MOST_RANKS = 2**62  # above every vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,14 +98,6 @@ class SamplingParams:
         return cls(**options)
 
 
-def row_position(base_position: int, row: int) -> int:
-    """Return the random-number position of a decode step's row (engine-semantics §5.2).
-
-    Row 0 generates the token at `base_position`; a verification row j > 0 draws its own numbers.
-    """
-    return base_position + row * ROW_STRIDE
-
-
 def _require(holds: bool, field: str, value: object, allowed: str) -> None:
     if not holds:
         raise ConfigError(field, value, allowed)
@@ -142,3 +139,48 @@ def params_for_each(
         raise ConfigError("sampling_params", len(params),
                           f"there must be one for each of the {count} prompts")  # fmt: skip
     return list(params)
+
+
+class Draw(NamedTuple):
+    """What one row of logits is asked for.
+
+    `position`, the index of the token being generated in its sequence, keys the random number.
+    `output_index` counts the request's own tokens, 0 = its first.
+    """
+
+    params: SamplingParams
+    position: int
+    output_index: int
+
+
+def sampling_needs(draws: Sequence[Draw]) -> SamplingNeeds:
+    """Return what the most demanding of some draws needs."""
+    params = [draw.params for draw in draws]
+    warm = [p for p in params if p.temperature >= COLDEST]
+    return SamplingNeeds(
+        has_filters=any(p.top_p < 1.0 or p.top_k != NO_TOP_K for p in warm),
+        has_noise=any(p.temperature != 0 for p in params),
+        num_top=max((p.top_logprobs for p in params), default=0),
+    )
+
+
+def draw_columns(draws: Sequence[Draw]) -> dict[str, Array]:
+    """Return the values of `SamplingRows` as host arrays [n], by name."""
+    params = [draw.params for draw in draws]
+    outputs = [draw.output_index for draw in draws]
+    temperature = np.array([p.temperature for p in params], dtype=np.float64)
+    is_cold = temperature < COLDEST
+    top_k = np.array([p.top_k for p in params], dtype=np.int64)
+    golden = [p.golden_token(i) if p.golden_token_ids else NO_GOLDEN
+              for p, i in zip(params, outputs, strict=True)]  # fmt: skip
+    banned_until = np.array([p.first_n_token_no_eos for p in params], dtype=np.int64)
+    return {
+        "seeds": np.array([p.seed for p in params], dtype=np.uint64).view(np.int64),
+        "positions": np.array([draw.position for draw in draws], dtype=np.int64),
+        "temperature": np.maximum(temperature, COLDEST),
+        "top_p": np.where(is_cold, 1.0, np.array([p.top_p for p in params], np.float64)),
+        "top_k": np.where(is_cold | (top_k == NO_TOP_K), MOST_RANKS, top_k),
+        "golden_ids": np.array(golden, dtype=np.int64),
+        "is_greedy": temperature == 0,
+        "bans_eos": banned_until > np.array(outputs, dtype=np.int64),
+    }

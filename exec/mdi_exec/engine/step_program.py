@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mdi_exec.engine.sampler import Sampled, Sampler, SamplingNeeds, SamplingRows
 from mdi_exec.engine.step_inputs import GIVEN
 from mdi_exec.model.batch import Batch, HostBatch
 from mdi_exec.model.cache import DeviceCache
 from mdi_exec.model.transformer import Transformer
+from mdi_exec.ops.sampler import Sampled, Sampler, SamplingNeeds, SamplingRows
 
 RESULT_COLUMNS = 3  # per row: token id, bits of its logprob, whether its logits are finite
 

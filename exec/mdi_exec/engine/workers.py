@@ -1,21 +1,19 @@
 """Ranks as child processes of the process that uses them, and the engine it sees instead.
 
-    front: LLM ─ GroupEngine ══ pipe per rank ══ LLM ─ LLMEngine :worker
+    front: LLM ─ GroupEngine ══ pipe per rank ══ Rank ─ LLMEngine :worker
                                                      ║ votes, exchange
-                                                 LLM ─ LLMEngine :worker
+                                                 Rank ─ LLMEngine :worker
 
-A worker is the rank that torchrun would start, but fed by a pipe: `LLM` finds the group in the
-environment. The front has no model and decides where requests go, nothing else.
+A worker is the rank that torchrun would start, but fed by a pipe. The front has no model and
+decides where requests go, nothing else.
 
 Read next: `rank_worker.py` (the other end), `parallel.py`, docs/parallel.md.
 """
 
 import multiprocessing
-import random
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import Any
 
 import torch
 
+from mdi_exec.engine.options import EngineOptions
 from mdi_exec.engine.rank_worker import (
     Abort,
     Add,
@@ -37,11 +36,11 @@ from mdi_exec.engine.rank_worker import (
     Setup,
     run_rank,
 )
-from mdi_exec.engine.request_state import RequestOutput, RequestState, check_prompt, ints32
+from mdi_exec.engine.request_state import RequestBook, RequestOutput
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.errors import EngineStoppedError, GroupError
-from mdi_exec.ranks.parallel import RankAddress, lead_store
-from mdi_exec.weights.tokenizer import Tokenizer
+from mdi_exec.ranks.parallel import RankAddress, lead_store, require_even_experts
+from mdi_exec.weights.source import open_model
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.errors import ConfigError
 from mdi_traces.run import Run
@@ -53,33 +52,36 @@ _LEAVE_S = 10.0  # for a worker to end by itself
 
 
 class GroupEngine:
-    """The engines of a group, seen as one; has what `LLM` uses of `LLMEngine`.
+    """The engines of a group, seen as one; has what `LLM` uses of `Rank` and of `LLMEngine`.
 
-    `scheduler_config` is the ranks' common one. `on_estimate` is called with each rank's line on
-    the memory it will take, before it loads. Raises what a worker raises while it loads.
+    `given` are the options of `LLM` as given, `options` the engine's part of them. `on_estimate` is
+    called with each rank's line on the memory it will take, before it loads. Raises what a worker
+    raises while it loads.
     """
 
     def __init__(
-        self, model: str | Path, options: dict[str, Any], *, size: int, port: int, vocab_size: int,
-        tokenizer: Tokenizer | None, seed: int, on_estimate: Callable[[str], None],
+        self, model: str | Path, given: dict[str, object], options: EngineOptions, *,
+        on_estimate: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self.num_ranks = size
-        self.vocab_size = vocab_size
-        self.tokenizer = tokenizer
+        self.options = options
+        self.num_ranks = options.data_parallel_size
+        options.require_group(self.num_ranks)
+        self.source = open_model(model, "cpu", options.revision)
+        require_even_experts(self.source.config.n_routed_experts, self.num_ranks)
+        self.vocab_size = self.source.config.vocab_size
         self.more_to_come = False
         self._on_estimate = on_estimate
-        self._dice = random.Random(seed)
-        self._live: dict[str, tuple[RequestState, int]] = {}
-        self._num_added = 0
+        self._book = RequestBook(self.vocab_size, options.seed)
+        self._rank_of: dict[str, int] = {}
         self._outputs: list[RequestOutput] = []
         self._answers: dict[int, object] = {}  # by rank, to the question now asked
         self._is_serving = False
         self._stopped: str | None = None
-        self._store = lead_store(_HOST, port)
+        self._store = lead_store(_HOST, options.group_port)
         self._pipes: list[Connection] = []
         self._workers: list[BaseProcess] = []
         try:
-            self._start(model, options)
+            self._start(model, given)
             ready = self._await_answers()
         except BaseException:
             self._end()
@@ -90,13 +92,13 @@ class GroupEngine:
         self._description = first.description
         self.scheduler_config: SchedulerConfig = first.scheduler_config
 
-    def _start(self, model: str | Path, options: dict[str, Any]) -> None:
+    def _start(self, model: str | Path, given: dict[str, object]) -> None:
         # "spawn": a fork would copy threads' locks and, on a GPU, a context that cannot be copied.
         context = multiprocessing.get_context("spawn")
         for rank in range(self.num_ranks):
             mine, theirs = context.Pipe()
-            address = RankAddress(rank, self.num_ranks, _HOST, self._store.port, leads=False)
-            setup = Setup(address.to_environment(), str(model), options, torch.get_num_threads())
+            address = RankAddress(rank, self.num_ranks, _HOST, self._store.port, local_rank=rank)
+            setup = Setup(address, str(model), given, torch.get_num_threads())
             worker = context.Process(
                 target=run_rank, args=(theirs, setup), name=f"rank {rank}", daemon=True
             )
@@ -116,10 +118,8 @@ class GroupEngine:
         return 0 <= rank < self.num_ranks
 
     def draw_seed(self, params: SamplingParams) -> SamplingParams:
-        """As `LLMEngine.draw_seed`."""
-        if params.seq_seed is not None:
-            return params
-        return replace(params, seq_seed=self._dice.getrandbits(64))
+        """See `RequestBook.draw_seed`."""
+        return self._book.draw_seed(params)
 
     def expect_requests(self) -> None:
         """Let the ranks take turns; only their warm-up comes before that."""
@@ -130,7 +130,7 @@ class GroupEngine:
     def check_request(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """As `LLMEngine.check_request`."""
         self._require_open()
-        check_prompt(prompt_token_ids, params, self.vocab_size)
+        self._book.check(prompt_token_ids, params)
 
     def add_request(
         self, prompt_token_ids: list[int], params: SamplingParams, req_id: str | None = None,
@@ -139,28 +139,21 @@ class GroupEngine:
         """As `LLMEngine.add_request`, on `rank` (rank 0 if not given)."""
         self.check_request(prompt_token_ids, params)
         self.expect_requests()
-        name = req_id if req_id is not None else str(self._num_added)
-        if name in self._live:
-            raise ConfigError("req_id", name, "is in use by an unfinished request")
-        params, rank = self.draw_seed(params), rank or 0
-        state = RequestState(
-            req_id=name, prompt_len=len(prompt_token_ids), tokens=ints32(prompt_token_ids),
-            params=params, arrival_ns=self.now_ns() if arrival_ns is None else arrival_ns,
-            row=self._num_added,
-        )  # fmt: skip
-        self._num_added += 1
-        self._live[name] = (state, rank)
-        self._tell(rank, Add(name, list(prompt_token_ids), params, state.arrival_ns))
-        return name
+        rank, arrival_ns = rank or 0, self.now_ns() if arrival_ns is None else arrival_ns
+        with self._book.lock:
+            state = self._book.add(prompt_token_ids, params, req_id, arrival_ns)
+            self._rank_of[state.req_id] = rank
+            self._tell(rank, Add(state.req_id, prompt_token_ids, state.params, arrival_ns))
+        return state.req_id
 
     def abort_request(self, req_id: str) -> None:
         """As `LLMEngine.abort_request`."""
-        if req_id in self._live:
-            self._tell(self._live[req_id][1], Abort(req_id))
+        if req_id in self._rank_of:
+            self._tell(self._rank_of[req_id], Abort(req_id))
 
     def has_unfinished_requests(self) -> bool:
         """Say whether some request has not been answered in full yet."""
-        return bool(self._live)
+        return bool(self._book.live)
 
     # ---- what the ranks say --------------------------------------------------------------------
 
@@ -191,10 +184,12 @@ class GroupEngine:
             return None
         return self._description.build([part for _, part in sorted(self._ask("part").items())])
 
-    @property
-    def worker_pids(self) -> list[int]:
-        """Process ids of the ranks, in rank order."""
-        return [worker.pid for worker in self._workers if worker.pid is not None]
+    def save_recording(self) -> None:
+        """Write the run so far, of all ranks, to the files `record` names; nothing without it."""
+        if self.options.record is not None:
+            run = self.recorded_run()
+            if run is not None:
+                run.save(self.options.record)
 
     @property
     def is_stopped(self) -> bool:
@@ -202,11 +197,15 @@ class GroupEngine:
         return self._stopped is not None
 
     def close(self) -> None:
-        """End what runs, let the workers leave, and end those that do not."""
-        if self._stopped is None:
-            self._stopped = "it was closed"
-            self._tell_all(Close())
-        self._end()
+        """Save the recording, end what runs, let the workers leave, and end those that do not."""
+        try:
+            if self._stopped is None:
+                self.save_recording()
+        finally:
+            if self._stopped is None:
+                self._stopped = "it was closed"
+                self._tell_all(Close())
+            self._end()
 
     def _require_open(self) -> None:
         if self._stopped is not None:
@@ -227,16 +226,11 @@ class GroupEngine:
         """Take in all that has come, waiting for something if need be."""
         while ready := wait(self._pipes, longest_s):
             for pipe in ready:
-                assert isinstance(pipe, Connection), pipe
                 self._hear(pipe)
             longest_s = 0.0
 
-    def _hear(self, pipe: Connection) -> None:
-        rank = self._pipes.index(pipe)
-        try:
-            said = pipe.recv()
-        except (EOFError, OSError):
-            said = None
+    def _hear(self, pipe: object) -> None:
+        rank, said = self._rank_at(pipe), _receive(pipe)
         if said is None or isinstance(said, Failed):
             raise self._fail(rank, said)
         if isinstance(said, Answer):
@@ -247,13 +241,13 @@ class GroupEngine:
             self._outputs += [self._note(news) for news in said]
 
     def _note(self, news: OutputNews) -> RequestOutput:
-        state, _ = self._live[news.req_id]
+        state = self._book.live[news.req_id]
         state.tokens.extend(news.token_ids)
         state.logprobs += news.logprobs
         state.finish_reason = news.finish_reason
         if news.finish_reason is not None:
-            del self._live[news.req_id]
-        return RequestOutput(state, news.token_ids, self.tokenizer)
+            del self._book.live[news.req_id], self._rank_of[news.req_id]
+        return RequestOutput(state, news.token_ids, self.source.tokenizer)
 
     def _tell(self, rank: int, message: object) -> None:
         try:
@@ -270,36 +264,34 @@ class GroupEngine:
 
     def _fail(self, rank: int, said: Failed | None) -> Exception:
         """End the group; return the error of the rank that failed first, as far as can be told."""
-        errors: dict[int, Exception | None] = {rank: said.error if said is not None else None}
-        deadline = time.monotonic() + _LAST_WORDS_S
-        while len(errors) < self.num_ranks and (left := deadline - time.monotonic()) > 0:
-            if any(error and not isinstance(error, GroupError) for error in errors.values()):
-                break
-            quiet = [pipe for r, pipe in enumerate(self._pipes) if r not in errors]
-            for pipe in wait(quiet, left):
-                assert isinstance(pipe, Connection), pipe
-                self._hear_last(pipe, errors)
-        own = [e for e in errors.values() if e is not None and not isinstance(e, GroupError)]
-        dead = [r for r, error in errors.items() if error is None]
-        if own:
-            found: Exception = own[0]
+        ends: dict[int, Exception | None] = {rank: said.error if said is not None else None}
+        self._hear_last_words(ends)
+        dead = [r for r, error in ends.items() if error is None]
+        if causes := _causes(ends):
+            found = causes[0]
         elif dead:
             found = GroupError(f"rank {dead[0]} {self._how_it_ended(dead[0])}")
         else:
-            found = next(error for error in errors.values() if error is not None)
+            found = next(error for error in ends.values() if error is not None)
         self._stopped = str(found)
         self._end(wait_s=_LAST_WORDS_S)
         return found
 
-    def _hear_last(self, pipe: Connection, errors: dict[int, Exception | None]) -> None:
-        rank = self._pipes.index(pipe)
-        try:
-            said = pipe.recv()
-        except (EOFError, OSError):
-            errors[rank] = None
-            return
-        if isinstance(said, Failed):
-            errors[rank] = said.error
+    def _hear_last_words(self, ends: dict[int, Exception | None]) -> None:
+        """Add the other ranks' errors, None for one that died, until one names the cause."""
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while len(ends) < self.num_ranks and not _causes(ends):
+            quiet = [pipe for rank, pipe in enumerate(self._pipes) if rank not in ends]
+            ready = wait(quiet, max(deadline - time.monotonic(), 0.0))
+            if not ready:
+                return
+            for pipe in ready:
+                said = _receive(pipe)
+                if said is None or isinstance(said, Failed):
+                    ends[self._rank_at(pipe)] = said.error if said is not None else None
+
+    def _rank_at(self, pipe: object) -> int:
+        return next(rank for rank, own in enumerate(self._pipes) if own is pipe)
 
     def _how_it_ended(self, rank: int) -> str:
         worker = self._workers[rank]
@@ -323,3 +315,17 @@ class GroupEngine:
                 worker.join()
         for pipe in self._pipes:
             pipe.close()
+
+
+def _receive(pipe: object) -> Any:  # noqa: ANN401 (any message of `rank_worker.py`)
+    """Return what a worker says, None when it has ended."""
+    assert isinstance(pipe, Connection), pipe
+    try:
+        return pipe.recv()
+    except (EOFError, OSError):
+        return None
+
+
+def _causes(ends: Mapping[int, Exception | None]) -> list[Exception]:
+    """Return the errors that do not just quote another rank's."""
+    return [e for e in ends.values() if e is not None and not isinstance(e, GroupError)]

@@ -5,11 +5,9 @@ Field names are those of the released `config.json`. This is not a place for run
 config file comes in), `transformer.py` (who uses the plan).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, fields
 
+from mdi_shared.cost.shape import ModelShape
 from mdi_shared.errors import ConfigError
 
 QUANT_GROUP = 32  # inputs per activation scale, and side of an FP8 weight tile
@@ -134,20 +132,6 @@ class ModelConfig:
         _check_candidates(self)
         _check_engram_and_draft(self)
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "ModelConfig":
-        """Read the nested (released) or the flat form; raises `ConfigError` (config_reader.py)."""
-        from mdi_exec.model.config_reader import read_config
-
-        return read_config(data)
-
-    @classmethod
-    def from_file(cls, path: str | Path) -> "ModelConfig":
-        """Read a config.json; raises `ConfigError` naming the file when it is not usable."""
-        from mdi_exec.model.config_reader import read_config_file
-
-        return read_config_file(Path(path))
-
     @property
     def n_prefill_layer(self) -> int:
         """First consumer layer: the first of ratio 1; num_hidden_layers when there is none."""
@@ -181,12 +165,23 @@ class ModelConfig:
             is_draft=is_draft,
         )
 
-    def require_replay_fits(self, replay_keep_tokens: int, max_backtrack: int = 0) -> None:
-        """Raise `ConfigError` unless bounded replay keeps enough rows (architecture spec, §9)."""
-        least = self.sliding_window + max_backtrack
-        require(replay_keep_tokens == 0 or replay_keep_tokens >= least, "replay_keep_tokens",
-                replay_keep_tokens, f"must be 0 (off) or at least sliding_window + max_backtrack "
-                f"= {least}")  # fmt: skip
+
+# A model has one shared expert everywhere (docs/model.md, "Dimensions"); `config_reader.py` makes
+# sure.
+_SHARED_EXPERTS = 1
+
+
+def shape_of(config: ModelConfig, name: str, *, replay_keep_tokens: int = 0) -> ModelShape:
+    """Return what of `config` decides what a step costs, for `mdi_shared.cost` and for traces."""
+    own = {"name", "compress_ratios", "n_shared_experts", "replay_keep_tokens"}
+    same = {f.name: getattr(config, f.name) for f in fields(ModelShape) if f.name not in own}
+    return ModelShape(
+        name=name,
+        compress_ratios=config.compress_ratios[: config.num_hidden_layers],
+        n_shared_experts=_SHARED_EXPERTS,
+        replay_keep_tokens=replay_keep_tokens,
+        **same,
+    )
 
 
 def require(holds: bool, field: str, value: object, allowed: str) -> None:
@@ -229,7 +224,7 @@ def _check_dimensions(c: ModelConfig) -> None:
 
 
 def _check_groups(c: ModelConfig) -> None:
-    """KV groups: kv sources are index sources, a ratio is constant inside its group (§6.5)."""
+    """KV groups: KV sources are index sources, and a group has one ratio (docs/model.md)."""
     layers, ratios = c.num_hidden_layers, c.compress_ratios
     require(len(ratios) == layers + c.num_nextn_predict_layers, "compress_ratios", ratios,
             f"must have num_hidden_layers + num_nextn_predict_layers = "

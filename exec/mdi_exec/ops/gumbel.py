@@ -1,7 +1,7 @@
 """Counter-based random numbers: a pure function of (seed, position, case, token id).
 
 Nothing here has a state, so a token's number does not depend on the row, the batch or the order
-of calls (engine-semantics §5.4). The integer part is bit-exact on every device: int64 arithmetic
+of calls (docs/rules.md, R30). The integer part is bit-exact on every device: int64 arithmetic
 that wraps modulo 2^64, with logical shifts built from arithmetic ones. The float64 logarithms of
 two devices may differ in the last place; compare tokens only where the best two scores differ by
 more than `SCORE_TOLERANCE`. Read next: `sampler.py`.
@@ -14,7 +14,6 @@ from mdi_exec.ops.backend import select
 
 FRESH, RESAMPLE, ACCEPT = 0, 1, 2  # cases: a fresh token, one after a rejection, an accept test
 NUM_CASES = 3
-DRAFT_SEED_SHIFT = 1_000_000_007  # added to the seed, so that draft and target streams differ
 SCORE_TOLERANCE = 1e-9
 
 _UNIFORM_BITS = 53
@@ -68,12 +67,3 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, case: int, vocab_size: int) -
     """
     run = select(seeds, ref=gumbel_noise_ref)
     return run(seeds, positions, case, vocab_size)
-
-
-def accept_uniform_ref(seeds: Tensor, positions: Tensor) -> Tensor:
-    return uniform(mix(stream_key(seeds, positions, ACCEPT)))
-
-
-def accept_uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return the float64 uniform [n] that decides whether a draft token is accepted."""
-    return select(seeds, ref=accept_uniform_ref)(seeds, positions)

@@ -1,7 +1,7 @@
 """What the ranks of a data-parallel group say to each other: ballots, row counts, the first error.
 
 Every rank has its own engine, scheduler and cache; they agree on each step's kind and run it
-together (engine-semantics §2.2, §10). What they say here are a few integers on the host, over
+together (docs/rules.md, R6 and R27). What they say here are a few integers on the host, over
 gloo, so that no device is waited for; tensors go another way. `RankGroup` itself is a group of one,
 for which all of it is a no-op. All ranks must make the same calls in the same order.
 
@@ -22,7 +22,6 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from mdi_exec.errors import GroupError
 from mdi_exec.ranks.collectives import Collectives
-from mdi_shared.balance import SHARES, Offer, best_share
 from mdi_shared.errors import ConfigError
 from mdi_shared.loop import Vote
 from mdi_shared.vote import ALL, ANY, NONE, decide
@@ -41,6 +40,7 @@ class RankGroup:
 
     rank = 0
     size = 1
+    local_rank = 0
     is_open = True
 
     def gather(self, values: Sequence[int]) -> list[tuple[int, ...]]:
@@ -59,11 +59,6 @@ class RankGroup:
             f"ranks vote on different things: {ballots}"
         )
         return decide(vote.ballot.rule, [bool(ballot[2]) for ballot in ballots])
-
-    def balance(self, offer: Offer) -> int:
-        """Return the share of the target step time that suits the ranks' offers best."""
-        offers = self.gather((*offer.tokens, *offer.step_ns))
-        return best_share([Offer(each[:SHARES], each[SHARES:]) for each in offers])
 
     def arrivals(self, known: int) -> int:
         """Return what the rank that knows most has heard of: NOTHING_COMES to HAS_COME.
@@ -122,14 +117,16 @@ class RankGroup:
 class RankAddress:
     """A rank's place in its group, and where the group's store is.
 
-    The store is a small key-value server; `leads` says that this rank runs it.
+    The store is a small key-value server; `leads` says that this rank runs it. `local_rank` counts
+    the ranks of one machine.
     """
 
     rank: int
     size: int
     host: str
     port: int
-    leads: bool
+    leads: bool = False
+    local_rank: int = 0
 
     @classmethod
     def from_environment(cls) -> "RankAddress | None":
@@ -144,14 +141,9 @@ class RankAddress:
         if not 0 <= rank < size:
             raise ConfigError("RANK", rank, f"must be from 0 to WORLD_SIZE - 1 = {size - 1}")
         is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        local_rank = _env_number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
         return cls(rank, size, os.environ.get("MASTER_ADDR", "127.0.0.1"), numbers["MASTER_PORT"],
-                   leads=rank == 0 and not is_hosted)  # fmt: skip
-
-    def to_environment(self) -> dict[str, str]:
-        """Return the variables `from_environment` reads, for a store that runs elsewhere."""
-        return {"WORLD_SIZE": str(self.size), "RANK": str(self.rank), "MASTER_ADDR": self.host,
-                "MASTER_PORT": str(self.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "LOCAL_RANK": str(self.rank)}  # fmt: skip
+                   leads=rank == 0 and not is_hosted, local_rank=local_rank)  # fmt: skip
 
 
 def _env_number(name: str) -> int:
@@ -235,6 +227,7 @@ class ProcessGroup(RankGroup):
     def __init__(self, address: RankAddress, store: Store) -> None:
         self.rank = address.rank
         self.size = address.size
+        self.local_rank = address.local_rank
         self._store = store
         self.is_open = True
 
@@ -321,4 +314,4 @@ def own_device(device: str, group: RankGroup) -> str:
     """Give each rank of a machine a GPU of its own, unless one is named."""
     if group.size == 1 or device != "cuda":
         return device
-    return f"cuda:{os.environ.get('LOCAL_RANK', group.rank)}"
+    return f"cuda:{group.local_rank}"

@@ -5,6 +5,7 @@ headers with what the config asks for and reads no data. Placing tensors on devi
 business (`model/weights.py`). Read next: `weights/names.py`, `safetensors_header.py`.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
 
-from mdi_exec.model.config import ModelConfig
+from mdi_exec.model.config_reader import read_config_file
 from mdi_exec.weights.names import TensorSpec, expected_tensors
 from mdi_exec.weights.safetensors_header import CheckpointError, read_header
 from mdi_shared.errors import ConfigError
@@ -24,6 +25,7 @@ CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILE = "tokenizer.json"
 PREFIX = "model."  # some exports put it before every name
+_SAMPLE_BYTES = 1 << 20  # of the beginning, which holds the header, and of the end
 HUB_FILES = ["*.json", "*.safetensors"]
 
 
@@ -69,7 +71,7 @@ class Checkpoint:
     def __init__(self, directory: Path, name: str) -> None:
         self.directory = directory
         self.name = name
-        self.config = ModelConfig.from_file(directory / CONFIG_FILE)
+        self.config = read_config_file(directory / CONFIG_FILE)
         self._stored = self._locate()
         self._handles: dict[str, Any] = {}
 
@@ -210,3 +212,20 @@ def _mismatch(found: TensorSpec, wanted: TensorSpec | None) -> str | None:
     if found.shape != wanted.shape:
         return f"has shape {list(found.shape)}, must be {list(wanted.shape)}"
     return None
+
+
+def checkpoint_fingerprint(directory: Path) -> str:
+    """Hash names and sizes of a checkpoint's files, and the first and last MiB of each.
+
+    Two checkpoints of one architecture differ in their weights almost everywhere, so the samples
+    tell them apart. Returns 16 hexadecimal digits.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(p for p in directory.iterdir() if p.suffix in (".json", ".safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as data:
+            digest.update(data.read(_SAMPLE_BYTES))
+            data.seek(max(size - _SAMPLE_BYTES, 0))
+            digest.update(data.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]

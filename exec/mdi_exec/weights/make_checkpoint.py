@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from mdi_exec.model.config import ModelConfig
+from mdi_exec.model.config_reader import read_config
 from mdi_exec.model.engram import _next_prime
 from mdi_exec.weights.checkpoint import CONFIG_FILE, INDEX_FILE, TOKENIZER_FILE, open_checkpoint
 from mdi_exec.weights.names import DTYPE_BYTES, TensorSpec, expected_tensors
@@ -61,7 +61,7 @@ def make_checkpoint(
     )  # fmt: skip
     tokenizer = Tokenizer(build_tokenizer(config["text_config"]["vocab_size"], _specials(config)))
     _complete(config, tokenizer, preset=preset, seed=seed)
-    shards = _shards(expected_tensors(ModelConfig.from_dict(config)), shard_bytes)
+    shards = _shards(expected_tensors(read_config(config)), shard_bytes)
     target.parent.mkdir(parents=True, exist_ok=True)
     _require_space(target.parent, shards)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")

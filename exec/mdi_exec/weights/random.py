@@ -1,9 +1,13 @@
-"""Random tensor data in the checkpoint's own formats, in pieces, the same for the same seed.
+"""Random weights in the checkpoint's own formats, the same for the same seed.
 
-Weights are drawn as codes: a 16-bit random number looks up one of 65,536 normal quantiles already
-rounded to the dtype, and FP4 bytes are the random bits themselves. Scales make up the wanted
-spread. A trained model's statistics are not imitated beyond that: activations stay finite, and
-logits spread by about 3. Read next: `make_checkpoint.py`.
+Files (`tensor_data`): weights are drawn as codes. A 16-bit random number looks up one of 65,536
+normal quantiles already rounded to the dtype, and FP4 bytes are the random bits themselves. Scales
+make up the wanted spread. A trained model's statistics are not imitated beyond that: activations
+stay finite, and logits spread by about 3.
+
+Devices (`RandomSource`): a slice of the released model is tens of GB. Written to files and read
+back it would take minutes that drawing on a GPU does not. The laws are the same, the numbers are
+not: they follow from seed, name and kind of device. Read next: `make_checkpoint.py`, `source.py`.
 """
 
 import hashlib
@@ -17,9 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import scipy.special
 import torch
+from torch import Tensor
 
-from mdi_exec.ops.quantise import E8M0_BIAS
-from mdi_exec.weights.names import TensorSpec
+from mdi_exec.model.config import ModelConfig, require
+from mdi_exec.ops.quantise import E4M3_MAX, E8M0_BIAS
+from mdi_exec.weights.names import TensorSpec, expected_tensors
 
 Array = npt.NDArray[Any]
 
@@ -27,6 +33,14 @@ TABLE_ENTRIES = 2**16
 WORDS_AT_ONCE = 2**20  # 8 MiB of random bits
 E4M3_SPREAD = 100.0  # codes of one standard deviation: the table's ends stay below 448
 E2M1_RMS = math.sqrt(68.5 / 8)  # of the eight magnitudes, each equally likely
+
+
+PIECE_ELEMENTS = 2**26  # 256 MiB of float32: bounds what is drawn at once
+
+DTYPES = {
+    "F32": torch.float32, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu, "I8": torch.int8,
+}  # fmt: skip
 
 
 class Law(NamedTuple):
@@ -137,3 +151,91 @@ def scale_law(weight_name: str, weight: TensorSpec) -> tuple[int, float]:
 @cache
 def _e4m3_rms() -> float:
     return float(_e4m3_codes().to(torch.float64).square().mean().sqrt())
+
+
+class RandomSource:
+    """A `TensorSource` without files: `get` draws the tensor anew, the same one every time.
+
+    Raises `ConfigError` for a tensor that `config` does not ask for.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int, device: torch.device | str) -> None:
+        self.config = config
+        self.seed = seed
+        self.device = torch.device(device)
+        self.tensors = expected_tensors(config)
+        self._generator = torch.Generator(self.device)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all tensors the config asks for."""
+        return sum(spec.nbytes for spec in self.tensors.values())
+
+    def get(self, name: str) -> Tensor:
+        """Return a tensor on the source's device, in the dtype of the released file."""
+        spec = self._spec(name)
+        out = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=self.device)
+        self._fill(out, name, spec)
+        return out
+
+    def get_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows start .. stop-1 of what `get` returns.
+
+        Everything is drawn, since a row depends on those before it, but of FP8 codes only a piece
+        at a time is held beside the rows.
+        """
+        spec = self._spec(name)
+        require(0 <= start <= stop <= spec.shape[0], f"rows of {name}", (start, stop),
+                f"must lie in 0 .. {spec.shape[0]}")  # fmt: skip
+        if spec.dtype != "F8_E4M3":
+            return self.get(name)[start:stop].clone()
+        out = torch.empty((stop - start, *spec.shape[1:]), dtype=torch.float8_e4m3fn,
+                          device=self.device)  # fmt: skip
+        width = spec.num_elements // spec.shape[0]
+        first, end, flat = start * width, stop * width, out.view(-1)
+        for begin, values in self._e4m3_pieces(spec, self._rng(name)):
+            low, high = max(begin, first), min(begin + len(values), end)
+            if low < high:
+                flat[low - first : high - first].copy_(values[low - begin : high - begin])
+        return out
+
+    def _spec(self, name: str) -> TensorSpec:
+        require(name in self.tensors, "tensor", name, "is none of those the config asks for")
+        return self.tensors[name]
+
+    def _fill(self, out: Tensor, name: str, spec: TensorSpec) -> None:
+        rng = self._rng(name)
+        if spec.dtype == "I8":  # two FP4 codes: any byte will do
+            out.view(torch.uint8).random_(0, 256, generator=rng)
+        elif spec.dtype == "F8_E8M0":
+            weight_name = f"{name.removesuffix('.scale')}.weight"
+            exponent, share_of_upper = scale_law(weight_name, self.tensors[weight_name])
+            codes = out.view(torch.uint8).bernoulli_(share_of_upper, generator=rng)
+            codes += exponent + E8M0_BIAS
+        elif spec.dtype == "F8_E4M3":
+            for begin, values in self._e4m3_pieces(spec, rng):
+                out.view(-1)[begin : begin + len(values)].copy_(values)
+        else:
+            out.normal_(law_of(name).mean, spread_of(name, spec), generator=rng)
+
+    def _rng(self, name: str) -> torch.Generator:
+        digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=7).digest()
+        return self._generator.manual_seed(int.from_bytes(digest, "little"))
+
+    def _e4m3_pieces(self, spec: TensorSpec, rng: torch.Generator) -> Iterator[tuple[int, Tensor]]:
+        """Draw a tensor's values piece by piece: the first one's flat index, and float32 values."""
+        for begin in range(0, spec.num_elements, PIECE_ELEMENTS):
+            size = min(PIECE_ELEMENTS, spec.num_elements - begin)
+            values = torch.empty(size, device=self.device)
+            values.normal_(0.0, E4M3_SPREAD, generator=rng).clamp_(-E4M3_MAX, E4M3_MAX)
+            yield begin, values
+
+
+def random_token_map(config: ModelConfig, seed: int = 0) -> Tensor:
+    """Return a made-up map of token ids to the compressed ids Engram hashes, int64 [vocab_size].
+
+    A tokenizer would merge ids that spell alike; this one merges any, evenly.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    shuffled = torch.randperm(config.vocab_size, generator=rng)
+    return shuffled % config.engram_compressed_vocab_size

@@ -2,7 +2,7 @@
 
 "random:flash-slice,layers=8" is the preset "flash-slice" of `presets.py` with weights drawn on the
 device; `layers`, `experts` and `seed` may follow, and draft head and image tower are left out. It
-has no tokenizer: prompts are token ids. Read next: `checkpoint.py`, `weights/device.py`.
+has no tokenizer: prompts are token ids. Read next: `checkpoint.py`, `random.py`.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from mdi_exec.model.config import ModelConfig
-from mdi_exec.weights.checkpoint import Checkpoint, open_checkpoint
-from mdi_exec.weights.device import RandomSource, random_token_map
-from mdi_exec.weights.fingerprint import checkpoint_fingerprint
+from mdi_exec.model.config_reader import read_config
+from mdi_exec.weights.checkpoint import Checkpoint, checkpoint_fingerprint, open_checkpoint
 from mdi_exec.weights.make_checkpoint import engram_table_rows
 from mdi_exec.weights.presets import preset_config, released_config
+from mdi_exec.weights.random import RandomSource, random_token_map
 from mdi_exec.weights.tokenizer import Tokenizer, compressed_vocab_map
 from mdi_shared.errors import ConfigError
 
@@ -113,4 +113,4 @@ def random_config(
         text["vocab_size"] * released["engram_compressed_vocab_size"] // released["vocab_size"]
     )
     text["engram_num_embeddings"] = engram_table_rows(text)
-    return ModelConfig.from_dict(config)
+    return read_config(config)

@@ -1,5 +1,5 @@
-"""What a step of a data-parallel group takes, given what its ranks would take (engine-semantics
-§7.3).
+"""What a step of a data-parallel group takes, given what its ranks would take (docs/rules.md,
+R34).
 
 Ranks that share the experts meet in every layer, so a step ends for all of them at once: the
 slowest rank's own part, and the exchange, which grows with the rows of all ranks.
@@ -24,7 +24,7 @@ FITTED, ASSUMED = "fitted", "assumed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTerms:
-    """T = const + own * max A + rows * (sum N) / ranks, in ns, of one kind of step (§7.3).
+    """T = const + own * max A + rows * (sum N) / ranks, in ns, of one kind of step (R34).
 
     A is a rank's own time, as a rank with all experts would take; N is its rows. `own` differs
     from 1 where a rank reads only its own experts, or launches op by op what A replays as a graph.
@@ -94,9 +94,10 @@ class GroupCost:
 def assumed_group_cost(hardware: Hardware, shape: ModelShape, ranks: int) -> GroupCost:
     """Return an exchange that nobody has measured, for a model fitted on a single rank.
 
-    The least bytes a row exchanges (`traffic.py`) over the assumed share of the link's rate, the
-    roofline's fixed time once more for each layer, and a rank's own part as it is with all experts.
-    Bounded replay sends less. Raises `ConfigError` when `ranks` does not divide the experts.
+    A row takes as long as the fewest bytes it exchanges (`traffic.py`) take at the assumed share of
+    the link's rate; bounded replay would send less. Each layer adds the roofline's fixed time. A
+    rank's own part stays what a rank with all experts takes. Raises `ConfigError` when `ranks` does
+    not divide the experts.
     """
     share = Efficiencies()
     row_bytes = step_bytes(shape, prefill_work(shape, [(1, 1, 1)]), ranks).exchange

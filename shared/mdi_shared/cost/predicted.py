@@ -5,7 +5,7 @@ prefill and one for decode steps. It is a prediction: no error of it is known be
 measured. The efficiencies are found elsewhere (`mdi_sim/fit/transfer.py`); here they are only used,
 written and read.
 
-Read next: `roofline.py` (the times), `files.py` (either kind of model from a file).
+Read next: `roofline.py` (the times), `linear.py` (a fitted model).
 """
 
 from collections.abc import Mapping
@@ -110,9 +110,9 @@ class PredictedCost:
 
 def _efficiencies(where: str, data: object) -> Efficiencies:
     names = tuple(f.name for f in fields(Efficiencies))
-    found = require_object(where, data, names)
-    for name, value in found.items():
+    stated = require_object(where, data, names)
+    for name, value in stated.items():
         may_be_absent = name == "tensor_bf16" and value is None
         if (isinstance(value, bool) or not isinstance(value, int | float)) and not may_be_absent:
             raise ConfigError(f"{where}.{name}", value, "must be a number")
-    return Efficiencies(**found)
+    return Efficiencies(**stated)

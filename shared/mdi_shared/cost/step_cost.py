@@ -1,4 +1,4 @@
-"""How long steps take: what a driver may ask of a cost model, and the host's share of it.
+"""How long steps take: what a driver may ask of a cost model, the host's share, graph sizes.
 
 Times are int nanoseconds and equal inputs give equal times. Nothing here measures or fits.
 
@@ -16,7 +16,7 @@ from mdi_shared.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCost:
-    """CPU time around a step, ns (engine-semantics §4.7): planning, launch, processing.
+    """CPU time around a step, ns (docs/rules.md, R26): planning, launch, processing.
 
     Prompts cost by the token: taking in those that arrive (`ingress_ns_per_token`), laying out and
     processing those of a prefill step. `prefill_launch_ns` is the time until the device can begin a
@@ -130,7 +130,7 @@ class ConstantCost:
 
 
 def group_device_ns(costs: Sequence[int]) -> int:
-    """Return the time of a group step from its ranks' own times, ns: the slowest rank's (§7.3).
+    """Return the time of a group step from its ranks' own times, ns: the slowest rank's (R34).
 
     What exchanging rows adds is in those times (a roofline's), or in `group.py`.
     """

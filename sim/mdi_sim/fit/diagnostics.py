@@ -1,23 +1,29 @@
-"""How well a fit predicts: errors on its own steps, on shapes held out, and beyond its range.
+"""How well a fit predicts: errors on its own steps, on what was held out, and beyond its range.
 
 Errors are relative to the measured time and counted per step, shapes seen often more often. What
-is held out is predicted by a fit that has seen nothing of its shape, columns chosen anew.
+is held out is predicted by a fit that has seen nothing of it, columns chosen anew: whole recordings
+(what a new workload will meet), or shapes out of all of them (easier: clocks, routing and lengths
+of the same recordings stay in the fit).
 
 Read next: `steps.py`, docs/calibration.md (how to read the figures).
 """
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from mdi_sim.fit.features import FEATURES, Floats, Steps
-from mdi_sim.fit.steps import FittedSteps, fit_steps
-from mdi_traces.columns import Ints
+from mdi_sim.fit.steps import FittedSteps, fit_steps, predict
+from mdi_traces.columns import Bools, Ints
+
+OnFit = Callable[[int], None] | None
 
 FOLDS = 5
 FEWEST_TO_TRAIN = 10
 LAST_DECILE = 90.0
-CONTROL_MAPE, CONTROL_P90 = 0.10, 0.20  # larger errors: not fit to choose chunk sizes by (§7.3)
+CONTROL_MAPE, CONTROL_P90 = 0.10, 0.20  # larger errors: not fit to choose chunk sizes by (R32)
 
 
 def errors(measured: Floats, predicted: Floats) -> dict[str, Any]:
@@ -37,75 +43,117 @@ def errors(measured: Floats, predicted: Floats) -> dict[str, Any]:
     }
 
 
-def diagnose(steps: Steps, fitted: FittedSteps) -> dict[str, Any]:
-    """Return everything known about the errors of `fitted`, JSON-able."""
-    held_out = _held_out(steps)
-    mape, p90 = held_out.get("mape"), held_out.get("p90")
+def diagnose(
+    steps: Steps,
+    fitted: FittedSteps,
+    recording: Ints,
+    on_fit: OnFit = None,
+) -> dict[str, Any]:
+    """Return everything known about the errors of `fitted`, JSON-able.
+
+    `recording` [steps] is equal for steps of one recording. The error to go by is that on
+    recordings held out, or on shapes where recordings cannot be. `on_fit` is called with 1 behind
+    each fit.
+    """
+    by_shape = _held_out_shapes(steps, on_fit)
+    held_out = _held_out_recordings(steps, recording, on_fit)
+    if held_out["mape"] is None:
+        held_out = {**by_shape, "why_not_recordings": held_out["why_not"]}
+    mape = held_out["mape"]
     kept = [name for name in FEATURES[steps.kind] if name not in fitted.dropped]
-    zero = [name for name in kept if getattr(fitted.terms, name) == 0]
     return {
-        **errors(steps.ns, fitted.predict(steps)),
+        **errors(steps.ns, predict(fitted.terms, steps)),
         "held_out_mape": mape,
         "held_out": held_out,
-        "extrapolation": _extrapolation(steps),
+        "held_out_shapes": by_shape,
+        "extrapolation": _extrapolation(steps, on_fit),
         "usable_for_control": (
-            mape is not None and p90 is not None and mape <= CONTROL_MAPE and p90 <= CONTROL_P90
+            mape is not None and mape <= CONTROL_MAPE and held_out["p90"] <= CONTROL_P90
         ),
         "dropped": dict(fitted.dropped),
-        "zero": zero,
+        "zero": [name for name in kept if getattr(fitted.terms, name) == 0],
         "left_out": dict(steps.left_out),
     }
 
 
-def folds(groups: list[tuple[int, ...]], count: int = FOLDS) -> Ints:
+def folds(groups: Sequence[tuple[int, ...]], count: int = FOLDS) -> Ints:
     """Return the fold of each step; a group is in one fold, the largest group is placed first."""
-    members: dict[tuple[int, ...], int] = {}
-    for group in groups:
-        members[group] = members.get(group, 0) + 1
+    members = Counter(groups)
     loads = [0] * min(count, len(members))
     fold_of = {}
     for group in sorted(members, key=lambda group: (-members[group], group)):
-        fold = loads.index(min(loads))
-        loads[fold] += members[group]
-        fold_of[group] = fold
+        fold_of[group] = loads.index(min(loads))
+        loads[fold_of[group]] += members[group]
     return np.array([fold_of[group] for group in groups], dtype=np.int64)
 
 
-def _held_out(steps: Steps) -> dict[str, Any]:
+def _held_out_shapes(steps: Steps, on_fit: OnFit) -> dict[str, Any]:
     """Predict each shape by a fit on the others; errors in all, per fold and per class."""
     groups = steps.groups()
     fold = folds(groups)
-    names = sorted(set(fold.tolist()))
-    if len(names) < 2:
-        return {"mape": None, "p90": None, "why_not": "all steps have one shape"}
-    predicted = np.zeros(len(steps))
-    for each in names:
-        test = fold == each
-        predicted[test] = fit_steps(steps.take(~test)).predict(steps.take(test))
+    if not fold.any():
+        return {"by": "shape", "mape": None, "why_not": "all steps have one shape"}
+    predicted = _predict_held_out(steps, fold, on_fit)
+    size = np.abs(predicted / steps.ns - 1.0)
     return {
+        "by": "shape",
         **errors(steps.ns, predicted),
         "shapes": len(set(groups)),
-        "mape_of_folds": [_mape(steps.ns, predicted, fold == each) for each in names],
-        "by_class": {
-            name: errors(steps.ns[which], predicted[which])
-            for name, which in steps.classes().items()
-        },
+        "mape_of_folds": [float(size[fold == each].mean()) for each in np.unique(fold)],
+        "by_class": _by_class(steps, predicted),
     }
 
 
-def _mape(measured: Floats, predicted: Floats, which: Any) -> float:  # noqa: ANN401 - a mask
-    return float(np.abs(predicted[which] / measured[which] - 1.0).mean())
+def _held_out_recordings(steps: Steps, recording: Ints, on_fit: OnFit) -> dict[str, Any]:
+    """Predict each recording by a fit on the others; errors in all, per recording and per class."""
+    names, counts = np.unique(recording, return_counts=True)
+    if len(steps) - int(counts.max()) < FEWEST_TO_TRAIN:
+        return {"mape": None, "why_not": f"without one recording, fewer than {FEWEST_TO_TRAIN} "
+                                         f"{steps.kind} steps are left"}  # fmt: skip
+    predicted = _predict_held_out(steps, recording, on_fit)
+    return {
+        "by": "recording",
+        **errors(steps.ns, predicted),
+        "recordings": [
+            {"runs": np.unique(steps.run[own]).tolist(), **errors(steps.ns[own], predicted[own])}
+            for own in (recording == name for name in names)
+        ],
+        "by_class": _by_class(steps, predicted),
+    }
 
 
-def _extrapolation(steps: Steps) -> dict[str, Any]:
+def _predict_held_out(
+    steps: Steps, part: Ints, on_fit: OnFit
+) -> Floats:  # fmt: skip
+    """Predict the steps of each part by a fit on those of the others."""
+    predicted = np.zeros(len(steps))
+    for each in np.unique(part):
+        predicted[part == each] = _predict_part(steps, part == each, on_fit)
+    return predicted
+
+
+def _predict_part(steps: Steps, test: Bools, on_fit: OnFit) -> Floats:
+    """Predict the steps of `test` by a fit on all others."""
+    predicted = predict(fit_steps(steps.take(~test)).terms, steps.take(test))
+    if on_fit is not None:
+        on_fit(1)
+    return predicted
+
+
+def _by_class(steps: Steps, predicted: Floats) -> dict[str, Any]:
+    return {name: errors(steps.ns[which], predicted[which])
+            for name, which in steps.classes().items()}  # fmt: skip
+
+
+def _extrapolation(steps: Steps, on_fit: OnFit) -> dict[str, Any]:
     """Predict the tenth of the steps with the longest contexts by a fit on all shorter ones."""
     border = float(np.percentile(steps.max_k, LAST_DECILE))
     test = steps.max_k > border
     if not test.any() or int((~test).sum()) < FEWEST_TO_TRAIN:
         return {"mape": None, "why_not": "too few steps, or contexts too much alike"}
-    seen, beyond = steps.take(~test), steps.take(test)
+    predicted = _predict_part(steps, test, on_fit)
     return {
-        **errors(beyond.ns, fit_steps(seen).predict(beyond)),
-        "fitted_up_to_max_k": int(seen.max_k.max()),
-        "tested_up_to_max_k": int(beyond.max_k.max()),
+        **errors(steps.ns[test], predicted),
+        "fitted_up_to_max_k": int(steps.max_k[~test].max()),
+        "tested_up_to_max_k": int(steps.max_k[test].max()),
     }

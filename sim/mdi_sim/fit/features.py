@@ -5,11 +5,12 @@ runs too large for their items to be kept can be fitted, too. Steps without rows
 ones, and steps whose device waited for its host are no measurement of the device and are left out,
 by name and count.
 
-Read next: `steps.py` (the fits), `host.py` (the host's times), engine-semantics §7.3.
+Read next: `steps.py` (the fits), `host.py` (the host's times), docs/rules.md, R32.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from mdi_shared.cost.linear import DECODE_FEATURES, PREFILL_FEATURES, LinearCost
-from mdi_traces.columns import Bools, Ints, codes, floats, ints
+from mdi_traces.columns import Bools, Ints, codes, floats, ints, valid_rows
 from mdi_traces.step_features import COLUMN_OF, SLOW_LAUNCH, is_compile, is_warm
 
 Floats = NDArray[np.float64]
@@ -28,6 +29,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = {PREFILL: PREFILL_FEATURES, DECODE: DE
 LONG_CONTEXT = 8_192  # tokens: longer contexts count as long in error tables
 LAST_WORK_NS = 1_000_000  # what a device still has to do when all is queued, if it was kept waiting
 FEWEST_UNSTARVED = 10  # prefill steps of a run
+PER_STEP = ("x", "ns", "graph", "max_k", "run")  # the arrays of `Steps`
 FEWEST_OWN = 3  # undisturbed steps of a graph that make the disturbed ones dispensable
 
 
@@ -36,8 +38,8 @@ class Steps:
     """Steps of one kind, over all runs. Arrays have one entry per step.
 
     `x` [steps, features] is in the order of FEATURES[kind], `ns` the device time, `graph` the size
-    of the captured graph that ran (0 = none), `max_k` the longest context. `left_out` counts steps
-    that are not among them, by reason.
+    of the captured graph that ran (0 = none), `max_k` the longest context, `run` the number of the
+    run. `left_out` counts steps that are not among them, by reason.
     """
 
     kind: str
@@ -45,6 +47,7 @@ class Steps:
     ns: Floats
     graph: Ints
     max_k: Ints
+    run: Ints
     left_out: Mapping[str, int]
 
     def __len__(self) -> int:
@@ -57,8 +60,7 @@ class Steps:
 
     def take(self, which: Bools) -> "Steps":
         """Return the steps where `which` is True."""
-        return Steps(self.kind, self.x[which], self.ns[which], self.graph[which],
-                     self.max_k[which], self.left_out)  # fmt: skip
+        return replace(self, **{name: getattr(self, name)[which] for name in PER_STEP})
 
     def ranges(self) -> dict[str, tuple[int, int]]:
         """Return the least and the greatest value of each feature."""
@@ -108,28 +110,19 @@ def kind_rows(table: pa.Table, kind: str) -> Bools:
 def gather_steps(tables: Sequence[pa.Table], kind: str) -> Steps:
     """Return the steps of a kind that say how long the device takes, from step tables of runs."""
     usual_ms = usual_launch_ms(tables, kind)
-    parts = [_gather(table, kind, usual_ms) for table in tables]
-    left_out: dict[str, int] = {}
-    for part in parts:
-        for reason, count in part.left_out.items():
-            left_out[reason] = left_out.get(reason, 0) + count
-    return Steps(
-        kind,
-        np.concatenate([part.x for part in parts]),
-        np.concatenate([part.ns for part in parts]),
-        np.concatenate([part.graph for part in parts]),
-        np.concatenate([part.max_k for part in parts]),
-        left_out,
-    )
+    parts, left_out = [], Counter[str]()
+    for number, table in enumerate(tables):
+        keep, reasons = measuring_steps(table, kind, usual_ms)
+        left_out.update({reason: int(which.sum()) for reason, which in reasons.items()})
+        parts.append(all_steps(table, kind, number).take(keep))
+    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in PER_STEP}
+    return Steps(kind=kind, left_out=dict(+left_out), **columns)
 
 
-def _gather(table: pa.Table, kind: str, usual_ms: float) -> Steps:
-    keep, reasons = measuring_steps(table, kind, usual_ms)
-    return Steps(
-        kind, step_features(table, kind)[keep], device_times(table)[keep],
-        ints(table["graph_size"])[keep], ints(table["max_k"])[keep],
-        {reason: int(which.sum()) for reason, which in reasons.items() if which.any()},
-    )  # fmt: skip
+def all_steps(table: pa.Table, kind: str, number: int = 0) -> Steps:
+    """Return every step of a run, as if it were of `kind`."""
+    return Steps(kind, step_features(table, kind), device_times(table), ints(table["graph_size"]),
+                 ints(table["max_k"]), np.full(len(table), number), {})  # fmt: skip
 
 
 def device_times(table: pa.Table) -> Floats:
@@ -145,17 +138,14 @@ def measuring_steps(
 
     `usual_ms` is what launching a step of the kind usually takes the host.
     """
-    busy = kind_rows(table, kind)
-    graph, ns = ints(table["graph_size"]), device_times(table)
-    warm = is_warm(graph, busy)
-    is_starved = _starved_decode if kind == DECODE else _starved_prefill
-    starved = is_starved(table, busy & warm, graph)
-    slow = busy & warm & is_compile(floats(table["cpu_launch_ms"]), usual_ms)
-    timeless = busy & warm & ~starved & ~slow & (ns <= 0)
-    keep = busy & warm & ~starved & ~slow & ~timeless
-    return keep, {
+    busy, graph = kind_rows(table, kind), ints(table["graph_size"])
+    warm = busy & is_warm(graph, busy)
+    slow = warm & is_compile(floats(table["cpu_launch_ms"]), usual_ms)
+    starved = (_starved_decode if kind == DECODE else _starved_prefill)(table, warm) & ~slow
+    timeless = warm & ~starved & ~slow & (device_times(table) <= 0)
+    return warm & ~starved & ~slow & ~timeless, {
         "first of its kind in a run": busy & ~warm,
-        "the device waited for the host": busy & starved & ~slow,
+        "the device waited for the host": starved,
         f"launched in over {SLOW_LAUNCH:g} times the usual time": slow,
         "no device time": timeless,
     }
@@ -168,38 +158,40 @@ def usual_launch_ms(tables: Sequence[pa.Table], kind: str) -> float:
     return float(np.median(known)) if len(known) else 0.0
 
 
-def _starved_decode(table: pa.Table, busy: Bools, graph: Ints) -> Bools:
+def queued_ns(table: pa.Table) -> Floats:
+    """Return when the host had queued all of each step's work, ns.
+
+    A step that does not say how long that took, such as a simulated one, was queued when it was
+    handed to the device.
+    """
+    queued: Floats = ints(table["t_launch"]) + np.nan_to_num(floats(table["cpu_launch_ms"])) * 1e6
+    return queued
+
+
+def _starved_decode(table: pa.Table, busy: Bools) -> Bools:
     """True for graph steps that began before the host had queued all of their work.
 
     Their time on the device is partly the host's. A graph seldom seen otherwise keeps them.
     """
-    launch_ms = floats(table["cpu_launch_ms"])
-    queued = ints(table["t_launch"]) + np.nan_to_num(launch_ms) * 1e6
-    starved: Bools = busy & (graph > 0) & (queued > ints(table["t_dev_start"]))
+    graph = ints(table["graph_size"])
+    starved: Bools = busy & (graph > 0) & (queued_ns(table) > ints(table["t_dev_start"]))
     for size in np.unique(graph[starved]).tolist():
-        own = busy & (graph == size)
-        if int((own & ~starved).sum()) < FEWEST_OWN:
+        if int((busy & (graph == size) & ~starved).sum()) < FEWEST_OWN:
             starved &= graph != size
     return starved
-
-
-def queued_ns(table: pa.Table) -> Floats:
-    """Return when the host had queued all of each step's work; NaN where that is not recorded."""
-    queued: Floats = ints(table["t_launch"]) + floats(table["cpu_launch_ms"]) * 1e6
-    return queued
 
 
 def ends_with_its_launch(table: pa.Table) -> Bools:
     """True for steps whose device was done as soon as the host had queued all of their work.
 
-    They took as long as the host did. Unknown is False.
+    They took as long as the host did. A step that does not say how long its launch took is False.
     """
     lag = ints(table["t_dev_end"]) - queued_ns(table)
-    ends: Bools = np.nan_to_num(lag, nan=np.inf) < LAST_WORK_NS
+    ends: Bools = valid_rows(table["cpu_launch_ms"]) & (lag < LAST_WORK_NS)
     return ends
 
 
-def _starved_prefill(table: pa.Table, busy: Bools, graph: Ints) -> Bools:
+def _starved_prefill(table: pa.Table, busy: Bools) -> Bools:
     """True for prefill steps that say nothing of the device; for none where few others are."""
     starved: Bools = busy & ends_with_its_launch(table)
     return starved if int((busy & ~starved).sum()) >= FEWEST_UNSTARVED else np.zeros_like(starved)
@@ -211,7 +203,7 @@ def extrapolated_steps(table: pa.Table, cost: LinearCost) -> dict[str, Bools]:
     Keys are "prefill.rows" and so on, those without such a step left out. A step without rows has
     no features.
     """
-    found: dict[str, Bools] = {}
+    flagged: dict[str, Bools] = {}
     for kind, ranges in ((PREFILL, cost.prefill_ranges), (DECODE, cost.decode_ranges)):
         busy, x = kind_rows(table, kind), step_features(table, kind)
         for i, name in enumerate(FEATURES[kind]):
@@ -220,5 +212,5 @@ def extrapolated_steps(table: pa.Table, cost: LinearCost) -> dict[str, Bools]:
             if name == "consumer_rows" and not cost.knows_replay:
                 outside |= busy & (x[:, i] != x[:, FEATURES[kind].index("rows")])
             if outside.any():
-                found[f"{kind}.{name}"] = outside
-    return found
+                flagged[f"{kind}.{name}"] = outside
+    return flagged

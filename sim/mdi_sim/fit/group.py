@@ -2,7 +2,7 @@
 
 Ranks wait for each other in every layer, so their own times cannot be told from a recording of the
 group. They come from a model fitted to one rank; step totals then give the group's terms
-(engine-semantics §7.3).
+(docs/rules.md, R34).
 
 Read next: `mdi_shared/cost/group.py` (the terms), `features.py` (which steps count).
 """
@@ -18,23 +18,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from mdi_shared.cost.group import FITTED, GroupCost, GroupTerms
-from mdi_shared.cost.linear import DecodeTerms, LinearCost, PrefillTerms
+from mdi_shared.cost.linear import LinearCost
 from mdi_shared.errors import ConfigError
+from mdi_sim.fit.calibrate import FEWEST_STEPS, Recorded, read_recorded, require_alike
 from mdi_sim.fit.diagnostics import errors, folds
 from mdi_sim.fit.features import (
     DECODE,
     PREFILL,
     Floats,
-    Steps,
-    device_times,
+    all_steps,
     kind_rows,
     measuring_steps,
-    step_features,
     usual_launch_ms,
 )
-from mdi_sim.fit.recorded import FEWEST_STEPS, Recorded, read_recorded, require_alike
 from mdi_sim.fit.robust import choose_columns, fit_nonnegative
-from mdi_sim.fit.steps import FittedSteps
+from mdi_sim.fit.steps import predict
 from mdi_traces.columns import Bools, ints
 from mdi_traces.schema import this_generator
 
@@ -66,23 +64,19 @@ def calibrate_group(paths: Sequence[str | os.PathLike[str]], base: LinearCost) -
     Raises `TraceError` for a run that cannot be used, and `ConfigError` for runs that do not belong
     together or to `base`, or have too few steps.
     """
-    return fit_group_runs([read_recorded(path, of_group=True) for path in paths], base)
-
-
-def fit_group_runs(runs: Sequence[Recorded], base: LinearCost) -> LinearCost:
-    """Fit group terms to runs already read; see `calibrate_group`."""
+    runs = [read_recorded(path, of_group=True) for path in paths]
     require_alike(runs)
     _require_same_model(runs[0], base)
     ranks = _number_of_ranks(runs)
-    terms, found = {}, {}
+    terms, diagnostics = {}, {}
     for kind in (PREFILL, DECODE):
         steps = gather_group_steps([run.steps for run in runs], kind, base, ranks)
         if len(steps) < FEWEST_STEPS:
             raise ConfigError(f"group {kind} steps", len(steps), f"at least {FEWEST_STEPS} are "
                               f"needed ({steps.left_out} left out)")  # fmt: skip
-        terms[kind], found[kind] = _fit_and_diagnose(steps)
+        terms[kind], diagnostics[kind] = _fit_and_diagnose(steps)
     basis = {"kind": FITTED, "generator": this_generator(),
-             "traces": [run.describe() for run in runs], **found}  # fmt: skip
+             "traces": [run.describe() for run in runs], **diagnostics}  # fmt: skip
     group = GroupCost(ranks=ranks, prefill=terms[PREFILL], decode=terms[DECODE], basis=basis)
     return replace(base, group=group)
 
@@ -117,24 +111,25 @@ def gather_group_steps(
     A step is left out when it measures nothing on some rank.
     """
     usual_ms = usual_launch_ms(tables, kind)
-    parts = [_gather_run(table, kind, base, ranks, usual_ms) for table in tables]
-    own, rows, ns = (np.concatenate(column) for column in zip(*(
-        (part.own_ns, part.rows, part.ns) for part in parts), strict=True))  # fmt: skip
-    return GroupSteps(own, rows, ns, sum(part.left_out for part in parts))
+    parts = [_gather_run(_aligned(table, ranks), kind, base, usual_ms) for table in tables]
+    columns = {name: np.concatenate([getattr(part, name) for part in parts])
+               for name in ("own_ns", "rows", "ns")}  # fmt: skip
+    return GroupSteps(left_out=sum(part.left_out for part in parts), **columns)
 
 
 def _gather_run(
-    table: pa.Table, kind: str, base: LinearCost, ranks: int, usual_ms: float
-) -> GroupSteps:
-    each = _aligned(table, ranks)
+    each: Sequence[pa.Table], kind: str, base: LinearCost, usual_ms: float
+) -> GroupSteps:  # fmt: skip
+    """Return the group steps of a run, given each rank's steps in the order of the group's."""
+    terms = base.prefill if kind == PREFILL else base.decode
     busy = [kind_rows(part, kind) for part in each]
     measuring = [measuring_steps(part, kind, usual_ms)[0] for part in each]
     usable = np.all([m | ~b for m, b in zip(measuring, busy, strict=True)], axis=0)
     wanted = np.any(busy, axis=0)
     starts = np.max([ints(part["t_dev_start"]) for part in each], axis=0)
     ends = np.max([ints(part["t_dev_end"]) for part in each], axis=0)
-    own = np.max([_own_times(part, kind, base) * b for part, b in zip(each, busy, strict=True)],
-                 axis=0)  # fmt: skip
+    own = np.max([predict(terms, all_steps(part, kind)) * b
+                  for part, b in zip(each, busy, strict=True)], axis=0)  # fmt: skip
     # An idle rank runs a placeholder row, which its tables do not count.
     rows = np.mean([np.maximum(ints(part["n_tokens"]), 1) for part in each], axis=0)
     keep = wanted & usable & (ends > starts)
@@ -149,14 +144,6 @@ def _aligned(table: pa.Table, ranks: int) -> list[pa.Table]:
     return [part.filter(pa.array(np.isin(ints(part["step"]), common))) for part in each]
 
 
-def _own_times(table: pa.Table, kind: str, base: LinearCost) -> Floats:
-    """Return what steps of `kind` would take on a rank of its own, ns; others mean nothing."""
-    terms: PrefillTerms | DecodeTerms = base.prefill if kind == PREFILL else base.decode
-    steps = Steps(kind, step_features(table, kind), device_times(table), ints(table["graph_size"]),
-                  ints(table["max_k"]), {})  # fmt: skip
-    return FittedSteps(terms, {}).predict(steps)
-
-
 def fit_group_terms(steps: GroupSteps) -> tuple[GroupTerms, dict[str, str]]:
     """Fit the terms, and say which columns were dropped and why.
 
@@ -166,12 +153,12 @@ def fit_group_terms(steps: GroupSteps) -> tuple[GroupTerms, dict[str, str]]:
     names = ("own", "rows")
     x = np.column_stack([steps.own_ns, steps.rows])
     kept, dropped = choose_columns(x, names, ("rows",))
-    columns, y = [np.ones(len(steps)), *(x[:, i] for i in kept)], steps.ns
-    if "own" in dropped:
-        y = np.maximum(steps.ns - steps.own_ns, 0.0)
-    rates = fit_nonnegative(np.column_stack(columns), y, 1.0 / steps.ns).tolist()
-    found = {"const": rates[0], **{names[i]: rate for i, rate in zip(kept, rates[1:], strict=True)}}
-    return GroupTerms(**found), dropped
+    y = np.maximum(steps.ns - steps.own_ns, 0.0) if "own" in dropped else steps.ns
+    columns = np.column_stack([np.ones(len(steps)), x[:, kept]])
+    rates = fit_nonnegative(columns, y, 1.0 / steps.ns).tolist()
+    return GroupTerms(
+        **dict(zip(("const", *(names[i] for i in kept)), rates, strict=True))
+    ), dropped
 
 
 def predict_group(terms: GroupTerms, steps: GroupSteps) -> Floats:
@@ -191,10 +178,10 @@ def _held_out(steps: GroupSteps) -> dict[str, Any]:
     """Return errors of predicting each class of rows and own time by a fit on the others."""
     shapes = np.floor(np.log2(np.maximum([steps.rows, steps.own_ns], 1.0))).astype(int).T
     fold = folds([tuple(shape) for shape in shapes.tolist()])
-    if len(set(fold.tolist())) < 2:
+    if not fold.any():
         return {"mape": None, "why_not": "all steps have one shape"}
     predicted = np.zeros(len(steps))
-    for each in sorted(set(fold.tolist())):
+    for each in np.unique(fold):
         test = fold == each
         predicted[test] = predict_group(fit_group_terms(steps.take(~test))[0], steps.take(test))
     return errors(steps.ns, predicted)

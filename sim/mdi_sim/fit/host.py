@@ -1,6 +1,6 @@
 """Fits the host's share of a step: planning, launch, processing, as the simulator charges them.
 
-The simulator's host does one thing after the other (engine-semantics §4.7): take in arrivals, plan,
+The simulator's host does one thing after the other (docs/rules.md, R26): take in arrivals, plan,
 launch, wait for a step, process it, and again. A recording has more marks; between two of them the
 host was busy with one of these. So planning begins when the host was done with the turn before, a
 decode step's launch ends when all work is queued, and processing begins when the device is done or
@@ -12,14 +12,21 @@ Read next: `mdi_sim/driver.py` (what charges these times), docs/calibration.md.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from mdi_shared.cost.step_cost import HostCost
-from mdi_sim.fit.features import DECODE, PREFILL, Floats, ends_with_its_launch, kind_rows
+from mdi_sim.fit.features import (
+    DECODE,
+    PREFILL,
+    Floats,
+    ends_with_its_launch,
+    kind_rows,
+    queued_ns,
+)
 from mdi_sim.fit.robust import fit_nonnegative
 from mdi_traces.columns import Bools, Ints, floats, ints
 
@@ -31,12 +38,13 @@ BACK_TO_BACK_NS = 20_000  # between two steps of a device that had both in its q
 class HostTimes:
     """Host times of steps with rows, ns; NaN where a step says nothing about one.
 
-    `idle` are whole turns of steps without rows, of which the other arrays hold nothing: from one
-    such turn's look for arrivals to the next one's. The last of a row of them overlaps with a step
-    that has rows, and says nothing. `ingress` is how long an arrival that found the engine idle
-    waited to be seen, `gap` how long the device was idle before the step. `rows` are a prefill
-    step's tokens (0 for decode), `queue` how long the host queued work, of steps that ended with
-    that, `arrived` the prompt tokens of requests taken in before the step.
+    `rows` are a prefill step's tokens (0 for decode), `arrived` the prompt tokens of requests taken
+    in before the step. `queue` is how long the host queued a prefill step's work, where the device
+    ended with it. `ingress` is how long an arrival waited until an idle engine saw it, `gap` how
+    long the device was idle before the step.
+
+    `idle` has other entries: turns without rows, each from its look for arrivals to the look of the
+    next turn, which has no rows either. (A turn with rows would overlap with the one before it.)
     """
 
     n_seqs: Floats
@@ -47,51 +55,51 @@ class HostTimes:
     launch: Floats
     queue: Floats
     process: Floats
-    idle: Floats
     ingress: Floats
     gap: Floats
+    idle: Floats
 
 
 def host_times(table: pa.Table, requests: pa.Table) -> HostTimes:
     """Read the host's times off the step and request tables of a one-rank run."""
-    t_sched, t_launch, t_done = (ints(table[n]) for n in ("t_sched", "t_launch", "t_done"))
-    planned = t_sched + (floats(table["cpu_sched_ms"]) + floats(table["wait_ms"])) * MS
-    queued = t_launch + np.nan_to_num(floats(table["cpu_launch_ms"])) * MS
-    idle = _found_idle(table, t_sched, t_done)
+    t_sched, t_done, starts, ends = (
+        ints(table[name]) for name in ("t_sched", "t_done", "t_dev_start", "t_dev_end")
+    )
+    wait, ingress, gap = (floats(table[name]) * MS for name in ("wait_ms", "ingress_ms", "gap_ms"))
+    planned = t_sched + floats(table["cpu_sched_ms"]) * MS + wait
+    queued = queued_ns(table)
+    woken = _found_idle(table, t_sched, t_done)
     before = _last_mark(np.sort(np.concatenate([queued, t_done])), t_sched, or_equal=True)
-    schedule = np.where(idle, np.nan, planned - floats(table["wait_ms"]) * MS - before)
-    began = np.fmax(_last_mark(np.sort(queued), t_done, or_equal=True),
-                    _last_mark(np.sort(t_done), t_done, or_equal=False))  # fmt: skip
-    began = np.fmax(began, ints(table["t_dev_end"]))
-    ingress = floats(table["ingress_ms"]) * MS
-    gap = floats(table["gap_ms"]) * MS
+    waited = np.fmax(_last_mark(np.sort(queued), t_done, or_equal=True),
+                     _last_mark(np.sort(t_done), t_done, or_equal=False))  # fmt: skip
     decode = kind_rows(table, DECODE)
     busy = decode | kind_rows(table, PREFILL)
-    turns = np.diff(t_sched)[~busy[:-1] & ~busy[1:]]
-    starts, ends = ints(table["t_dev_start"]), ints(table["t_dev_end"])
     was_idle = starts > np.concatenate([[-np.inf], ends[:-1] + BACK_TO_BACK_NS])
     launch = np.where(decode, queued - planned, np.where(was_idle, starts - planned, np.nan))
     # Device marks lie some microseconds off on the host's clock: no time is below zero.
+    times = {
+        "n_seqs": ints(table["n_seqs"]),
+        "rows": np.where(decode, 0, ints(table["n_tokens"])),
+        "arrived": _arrived_tokens(requests, t_sched),
+        "schedule": np.where(woken, np.nan, np.maximum(planned - wait - before, 0.0)),
+        "launch": np.maximum(launch, 0.0),
+        "queue": np.where(decode | ~ends_with_its_launch(table), np.nan, queued - planned),
+        "process": np.maximum(t_done - np.fmax(waited, ends), 0.0),
+        "ingress": np.where(woken, ingress, np.nan),
+        "gap": np.where(woken, np.nan, gap),
+    }
     return HostTimes(
-        n_seqs=ints(table["n_seqs"])[busy].astype(np.float64),
-        rows=np.where(decode, 0, ints(table["n_tokens"]))[busy].astype(np.float64),
-        arrived=_arrived_tokens(requests, t_sched)[busy],
         is_decode=decode[busy],
-        schedule=np.maximum(schedule, 0.0)[busy],
-        launch=np.maximum(launch, 0.0)[busy],
-        queue=np.where(decode | ~ends_with_its_launch(table), np.nan, queued - planned)[busy],
-        process=np.maximum(t_done - began, 0.0)[busy],
-        idle=turns.astype(np.float64),
-        ingress=np.where(idle, ingress, np.nan)[busy],
-        gap=np.where(idle, np.nan, gap)[busy],
+        idle=np.diff(t_sched)[~busy[:-1] & ~busy[1:]].astype(np.float64),
+        **{name: values[busy].astype(np.float64) for name, values in times.items()},
     )
 
 
 def _last_mark(marks: Floats | Ints, times: Ints, *, or_equal: bool) -> Floats:
     """Return the latest mark before each time; NaN where there is none."""
     at = np.searchsorted(marks, times, side="right" if or_equal else "left") - 1
-    found: Floats = np.where(at >= 0, marks[np.maximum(at, 0)], np.nan)
-    return found
+    latest: Floats = np.where(at >= 0, marks[np.maximum(at, 0)], np.nan)
+    return latest
 
 
 def _found_idle(table: pa.Table, t_sched: Ints, t_done: Ints) -> Bools:
@@ -114,26 +122,24 @@ def _arrived_tokens(requests: pa.Table, t_sched: Ints) -> Floats:
 def fit_host(runs: Sequence[tuple[pa.Table, pa.Table]]) -> tuple[HostCost, dict[str, Any]]:
     """Fit the host's costs to runs' step and request tables; diagnostics are times in ns."""
     parts = [host_times(steps, requests) for steps, requests in runs]
-    all_of = {name: np.concatenate([getattr(part, name) for part in parts])
-              for name in HostTimes.__annotations__}  # fmt: skip
-    n_seqs, rows, arrived = all_of["n_seqs"], all_of["rows"], all_of["arrived"]
-    decode, prefill = all_of["is_decode"], ~all_of["is_decode"]
-    schedule, plan_report = _fit(all_of["schedule"], {"seq": n_seqs, "arrived": arrived})
-    launch, launch_report = _fit(np.where(decode, all_of["launch"], np.nan), {"seq": n_seqs})
-    begin, begin_report = _fit(np.where(prefill, all_of["launch"], np.nan), {"row": rows})
-    own_launch = begin["const"] + begin["row"] * rows
-    queue, queue_report = _fit(all_of["queue"] - own_launch, {})
-    process, process_report = _fit(all_of["process"], {"seq": n_seqs, "row": rows})
+    every = HostTimes(**{f.name: np.concatenate([getattr(part, f.name) for part in parts])
+                         for f in fields(HostTimes)})  # fmt: skip
+    n_seqs, rows, decode = every.n_seqs, every.rows, every.is_decode
+    schedule, plan_report = _fit(every.schedule, {"seq": n_seqs, "arrived": every.arrived})
+    launch, launch_report = _fit(np.where(decode, every.launch, np.nan), {"seq": n_seqs})
+    begin, begin_report = _fit(np.where(decode, np.nan, every.launch), {"row": rows})
+    queue, queue_report = _fit(every.queue - begin["const"] - begin["row"] * rows, {})
+    process, process_report = _fit(every.process, {"seq": n_seqs, "row": rows})
     report = {
         "schedule": plan_report,
         "launch": launch_report,
         "launch of prefill, until it begins": begin_report,
         "launch of prefill, until all is queued": queue_report,
         "process": process_report,
-        "turns without rows": _spread(all_of["idle"]),
-        "ingress of an idle engine": _spread(all_of["ingress"]),
-        "device idle before a decode step": _spread(all_of["gap"][decode]),
-        "device idle before a prefill step": _spread(all_of["gap"][prefill]),
+        "turns without rows": _spread(every.idle),
+        "ingress of an idle engine": _spread(every.ingress),
+        "device idle before a decode step": _spread(every.gap[decode]),
+        "device idle before a prefill step": _spread(every.gap[~decode]),
     }
     cost = HostCost(
         schedule_ns=schedule["const"], schedule_ns_per_seq=schedule["seq"],

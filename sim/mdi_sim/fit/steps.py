@@ -13,12 +13,12 @@ from itertools import pairwise
 import numpy as np
 
 from mdi_shared.cost.graph_sizes import graph_sizes
-from mdi_shared.cost.linear import PREFILL_FEATURES, DecodeTerms, PrefillTerms
+from mdi_shared.cost.linear import DECODE_FEATURES, PREFILL_FEATURES, DecodeTerms, PrefillTerms
 from mdi_sim.fit.features import PREFILL, Floats, Steps
 from mdi_sim.fit.robust import choose_columns, fit_nonnegative
 
 # Which of two columns that look alike goes: window and selected pairs saturate and turn into rows,
-# consumer rows are rows without bounded replay, ratio-1 pairs follow ratio-2 ones (§7.3).
+# consumer rows are rows without bounded replay, ratio-1 pairs follow ratio-2 ones (R31).
 EXPENDABLE = ("swa_pairs", "consumer_rows", "core_pairs", "idx_pairs_r1", "cached_rows", "n_seqs",
               "idx_pairs_r2")  # fmt: skip
 DECODE_EXPENDABLE = ("n_seqs", "sum_k")
@@ -32,31 +32,28 @@ class FittedSteps:
     terms: PrefillTerms | DecodeTerms
     dropped: Mapping[str, str]
 
-    def predict(self, steps: Steps) -> Floats:
-        """Return device times, ns, as `LinearCost.device_ns` does but for rounding."""
-        rows, terms = steps.column("rows"), self.terms
-        if isinstance(terms, PrefillTerms):
-            rates = np.array([getattr(terms, name) for name in PREFILL_FEATURES])
-            predicted: Floats = terms.const + steps.x @ rates
-            if terms.base:
-                sizes, times = np.array(terms.base, dtype=np.float64).T
-                last = np.minimum(rows, sizes[-1])  # beyond it, rows cost what they cost anyway
-                predicted += np.interp(rows, sizes, times) - terms.const - terms.rows * last
-            return predicted
-        forward = terms.const + terms.rows * rows
-        if terms.graphs:
-            sizes, times = np.array(terms.graphs, dtype=np.float64).T
-            at = np.searchsorted(sizes, rows)
-            inside = at < len(sizes)
-            forward = np.maximum(forward, times[-1])
-            at = at[inside]
-            forward[inside] = times[at]
-            if terms.graph_slopes:
-                missing = sizes[at] - rows[inside]
-                forward[inside] -= np.array(terms.graph_slopes)[at] * missing
-        lengths = terms.sum_k * steps.column("sum_k")
-        whole: Floats = forward + lengths + terms.n_seqs * steps.column("n_seqs")
-        return whole
+
+def predict(terms: PrefillTerms | DecodeTerms, steps: Steps) -> Floats:
+    """Return device times, ns, as `LinearCost.device_ns` does but for rounding."""
+    rows = steps.column("rows")
+    if isinstance(terms, PrefillTerms):
+        rates = np.array([getattr(terms, name) for name in PREFILL_FEATURES])
+        predicted: Floats = terms.const + steps.x @ rates
+        if terms.base:
+            sizes, times = np.array(terms.base, dtype=np.float64).T
+            last = np.minimum(rows, sizes[-1])  # beyond it, rows cost what they cost anyway
+            predicted += np.interp(rows, sizes, times) - terms.const - terms.rows * last
+        return predicted
+    forward = terms.const + terms.rows * rows
+    if terms.graphs:
+        sizes, times = np.array(terms.graphs, dtype=np.float64).T
+        slopes = np.array(terms.graph_slopes or (0.0,) * len(sizes))
+        fits = rows <= sizes[-1]
+        at = np.searchsorted(sizes, rows[fits])
+        forward = np.maximum(forward, times[-1])
+        forward[fits] = times[at] - slopes[at] * (sizes[at] - rows[fits])
+    whole: Floats = forward + steps.x[:, 1:] @ np.array([terms.sum_k, terms.n_seqs])
+    return whole
 
 
 def fit_steps(steps: Steps) -> FittedSteps:
@@ -65,7 +62,7 @@ def fit_steps(steps: Steps) -> FittedSteps:
 
 
 def fit_prefill(steps: Steps) -> FittedSteps:
-    """Fit theta of engine-semantics §7.3, its constant and rows as a table with bends.
+    """Fit the coefficients (docs/rules.md, R32), constant and rows as a table with bends.
 
     A few rows cost less than the constant of many: they touch fewer experts. More rows then cost
     little until arithmetic outweighs reading weights. So each stretch of rows has its own slope.
@@ -79,11 +76,11 @@ def fit_prefill(steps: Steps) -> FittedSteps:
     first, *rates = fit_nonnegative(x, steps.ns, 1.0 / steps.ns).tolist()
     slopes, rates = rates[: len(stretches)], rates[len(stretches) :]
     times = first + np.cumsum([0.0, *(np.array(slopes) * np.diff(knots))])
-    found = dict.fromkeys(PREFILL_FEATURES, 0.0)
-    found.update({PREFILL_FEATURES[i]: rate for i, rate in zip(others, rates, strict=True)})
-    found["rows"] = slopes[-1] if slopes else 0.0
+    terms = dict.fromkeys(PREFILL_FEATURES, 0.0)
+    terms.update({PREFILL_FEATURES[i]: rate for i, rate in zip(others, rates, strict=True)})
+    terms["rows"] = slopes[-1] if slopes else 0.0
     base = tuple((knot, int(time + 0.5)) for knot, time in zip(knots, times, strict=True))
-    return FittedSteps(PrefillTerms(const=0.0, base=base, **found), dropped)
+    return FittedSteps(PrefillTerms(const=0.0, base=base, **terms), dropped)
 
 
 def _knots(rows: Floats) -> list[int]:
@@ -117,9 +114,12 @@ def fit_decode(steps: Steps) -> FittedSteps:
         columns |= {"const": eager * 1.0, "rows": eager * rows}
     columns |= {name: steps.column(name) for name in ("sum_k", "n_seqs")}
     names, x = list(columns), np.column_stack(list(columns.values()))
-    kept, dropped = _decode_columns(x, names)
+    kept, dropped = choose_columns(x, names, DECODE_EXPENDABLE, steps.graph)
+    # Graphs and the eager constant stand in for a constant, and stay whatever they are like.
+    bases = [i for i, name in enumerate(names) if name not in DECODE_FEATURES]
+    kept = sorted({*kept, *bases})
     rates = dict.fromkeys([*names, "const", "rows"], 0.0)
-    solved = fit_nonnegative(x[:, kept], steps.ns, 1.0 / steps.ns).tolist()
+    solved = fit_nonnegative(x[:, kept], steps.ns, 1.0 / steps.ns, steps.graph).tolist()
     rates.update({names[i]: rate for i, rate in zip(kept, solved, strict=True)})
     slope_of = {size: rates.get(f"row {size}", 0.0) for size in graphs}
     table = _graph_table([
@@ -132,7 +132,7 @@ def fit_decode(steps: Steps) -> FittedSteps:
         const=rates["const"], rows=rates["rows"], sum_k=rates["sum_k"], n_seqs=rates["n_seqs"],
         graphs=table, graph_slopes=tuple(slope_of.get(size, 0.0) for size, _ in table),
     )  # fmt: skip
-    return FittedSteps(terms, dropped)
+    return FittedSteps(terms, {n: why for n, why in dropped.items() if n in DECODE_FEATURES})
 
 
 def _graph_table(increments: list[tuple[int, float]]) -> tuple[tuple[int, int], ...]:
@@ -149,15 +149,6 @@ def _graph_table(increments: list[tuple[int, float]]) -> tuple[tuple[int, int], 
     sizes = sizes[sizes >= seen[0]]
     filled = np.exp(np.interp(np.log(sizes), np.log(seen), np.log(np.maximum(times, 1.0))))
     return tuple((int(size), int(ns + 0.5)) for size, ns in zip(sizes, filled, strict=True))
-
-
-def _decode_columns(x: Floats, names: list[str]) -> tuple[list[int], dict[str, str]]:
-    """Choose columns; the bases (graphs, the eager constant) replace a constant and stay."""
-    kept, dropped = choose_columns(x, names, DECODE_EXPENDABLE)
-    bases = [i for i, name in enumerate(names) if name.startswith(("graph ", "row "))
-             or name == "const"]  # fmt: skip
-    own = {name: why for name, why in dropped.items() if names.index(name) not in bases}
-    return sorted({*kept, *bases}), own
 
 
 def _line_through(table: tuple[tuple[int, int], ...]) -> dict[str, float]:

@@ -20,10 +20,10 @@ from mdi_shared.cost.roofline import Efficiencies
 from mdi_shared.cost.shape import ModelShape, shape_from_mapping
 from mdi_shared.cost.work import StepWork
 from mdi_shared.errors import ConfigError
+from mdi_sim.fit.calibrate import read_recorded, require_alike
 from mdi_sim.fit.diagnostics import errors
 from mdi_sim.fit.features import DECODE, PREFILL, Steps, gather_steps
 from mdi_sim.fit.reached import even_work, reached_by
-from mdi_sim.fit.recorded import read_recorded, require_alike
 from mdi_traces.schema import this_generator
 
 

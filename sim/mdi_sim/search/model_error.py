@@ -1,6 +1,6 @@
 """What a step-time model's own error does to a simulated result: simulate it slower and faster.
 
-A cost model states the mean error of its step times on shapes it was not fitted to. If it were off
+A cost model states the mean error of its step times held out (docs/calibration.md). If it were off
 by that much in every step of a kind, how would the run come out? Only device times scale; the host
 has no such figure. The chunk policy goes on believing the model, as it would in an engine.
 
@@ -21,7 +21,7 @@ PREFILL, DECODE = "prefill", "decode"
 
 @dataclass(frozen=True, slots=True)
 class ModelError:
-    """Mean relative error of single step times on held-out shapes, by kind of step."""
+    """Mean relative error of single step times held out, by kind of step."""
 
     prefill: float
     decode: float

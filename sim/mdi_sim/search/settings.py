@@ -31,7 +31,8 @@ def coarse_grid(run: RunDescription, mean_context: int) -> list[SchedulerConfig]
     """Return valid settings that differ widely, the run's own not among them.
 
     Target step times are what chunks of some sizes take in the middle of a prompt of
-    `mean_context` tokens (§7.3, iii); there are none where the model is not fit for control.
+    `mean_context` tokens (docs/rules.md, R33); there are none where the model is not fit for
+    control.
     """
     base, cost = run.scheduler, run.step_cost
     budget = base.token_budget
@@ -82,7 +83,7 @@ def changes_of(base: SchedulerConfig, setting: SchedulerConfig) -> dict[str, Any
 
 def _budget(base: SchedulerConfig, tokens: float) -> dict[str, Any]:
     return {"chunk_policy": "token_budget", "prefill_target_ms": None, "slo_itl_ms": None,
-            "balance_target": False, **_tokens(base, _rounded(tokens))}  # fmt: skip
+            **_tokens(base, _rounded(tokens))}  # fmt: skip
 
 
 def _target(base: SchedulerConfig, budget: int, ms: float) -> dict[str, Any]:

@@ -1,28 +1,30 @@
 """What every format offers, and what every importer hands over.
 
-Read next: `mooncake.py` (the shortest format), `__init__.py` (which format is it?).
+Read next: `mooncake.py` (a format), `__init__.py` (which format is it?).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from mdi_traces.columns import Ints, numbers
+from mdi_shared.errors import ConfigError
+from mdi_traces.columns import Ints, numbers, texts
 from mdi_traces.distributions import ArrivalProcess
+from mdi_traces.formats.rows import Rows
+from mdi_traces.schema import Metadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What the caller of `load_requests` asked of a reader.
 
-    `limit` rows are read at most; `arrivals` and `seed` make times where a file has none;
-    `closed_loop` turns gaps between the turns of a session into think times.
+    `arrivals` and `seed` make times where a file has none; `closed_loop` turns gaps between the
+    turns of a session into think times.
     """
 
-    limit: int | None = None
     arrivals: ArrivalProcess | None = None
     seed: int = 0
     closed_loop: bool = False
@@ -30,29 +32,31 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """Columns of the request schema as read, the line of each row, and metadata to add."""
+    """Columns of the request schema as read, and metadata to add.
+
+    `kept` are the 0-based rows of the file that the columns hold, None for all. `metadata`
+    replaces what would be made of the other fields; `sort` asks for order of arrival.
+    """
 
     columns: dict[str, Any]
-    lines: Ints
+    kept: Ints | None = None
     licence: str | None = None
     hash_block_size: int | None = None
     notes: tuple[str, ...] = ()
+    metadata: Metadata | None = None
+    sort: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """One foreign format: how it is recognised and read.
-
-    `matches` gets the keys of a JSONL file's first object, or the names of a CSV header.
-    """
+    """One format: how it is recognised by the names of its fields, and read."""
 
     name: str
-    kind: str  # jsonl | csv
     needs: str  # for people: the fields it must have
-    matches: Callable[[frozenset[str]], bool]
-    read: Callable[[str, Options], Imported]
+    matches: Callable[[Set[str]], bool]
+    read: Callable[[Rows, Options], Imported]
     has_times: bool = True
-    has_sessions: bool = False
+    no_sessions: str | None = None  # why closed_loop cannot be asked for
 
 
 @dataclass(slots=True)
@@ -76,7 +80,7 @@ class Turns:
 
 
 def left_out(count: int, what: str) -> tuple[str, ...]:
-    """Return the note about rows an importer left out; none when there were none."""
+    """Return the note about what an importer left out; none when there was nothing."""
     return (f"{count} {what}{'s' if count > 1 else ''} left out",) if count else ()
 
 
@@ -89,7 +93,22 @@ def length_columns(arrival_ns: Ints, prompt: Ints, output: Ints) -> dict[str, An
     }
 
 
-def think_column(values: list[int | None]) -> pa.Array:
-    """Return think times as an Arrow column; None is null."""
-    valid = np.array([value is not None for value in values], dtype=bool)
-    return numbers(np.array([value or 0 for value in values]), pa.int64(), valid)
+def session_columns(
+    names: Sequence[str | None], turn: Sequence[int | None], think: Sequence[int | None] | None
+) -> dict[str, Any]:
+    """Return sessions, turns and think times (None: an open loop) as Arrow arrays."""
+    columns = {"session_id": texts(names), "turn": _nullable(turn, pa.int32())}
+    return columns | ({} if think is None else {"think_ns": _nullable(think, pa.int64())})
+
+
+def require_sessions(rows: Rows, name: str, options: Options) -> bool:
+    """Say whether the file has sessions. Raises `ConfigError` when a closed loop needs them."""
+    if options.closed_loop and not rows.has(name):
+        raise ConfigError("closed_loop", True, f"{rows.file} records no sessions: it has no "
+                          f"column {name!r}")  # fmt: skip
+    return rows.has(name)
+
+
+def _nullable(cells: Sequence[int | None], dtype: pa.DataType) -> pa.Array:
+    valid = np.array([cell is not None for cell in cells], dtype=bool)
+    return numbers(np.array([cell or 0 for cell in cells], dtype=np.int64), dtype, valid)

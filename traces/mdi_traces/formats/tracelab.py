@@ -1,4 +1,4 @@
-"""TraceLab JSONL (uw-syfi/TraceLab): rounds of coding-agent sessions, always a closed loop.
+"""TraceLab (uw-syfi/TraceLab): rounds of coding-agent sessions, always a closed loop.
 
 One line is one model call. It is sent at the last user message or tool result before its first
 output event, and ends with its last output event (reasoning, text or tool call). Tools start when
@@ -13,7 +13,7 @@ cache: `cached_len`, at most one less than the prompt. Rounds without output are
 counted. The file is grouped by session; rows are put in order of time here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -30,14 +30,15 @@ from mdi_traces.formats.base import (
     Turns,
     left_out,
     length_columns,
-    think_column,
+    session_columns,
 )
-from mdi_traces.formats.rows import JsonRows, read_jsonl
+from mdi_traces.formats.rows import NS_PER_MS, Rows
+from mdi_traces.formats.values import exact, shown
 
 _INPUTS = ("user_message", "tool_result")
 _OUTPUTS = ("reasoning", "text", "tool_call")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_NS_PER_MS = 1_000_000
+_LONGEST_MS = 10**12  # 31 years
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,36 +51,36 @@ class _Round:
     tools_done_ns: int | None
 
 
-def _matches(keys: frozenset[str]) -> bool:
-    return keys >= {"session_id", "round_index", "input_tokens_total", "timing_events"}
+def _matches(names: Set[str]) -> bool:
+    return names >= {"session_id", "round_index", "input_tokens_total", "timing_events"}
 
 
-def _read(path: str, options: Options) -> Imported:
-    rows = read_jsonl(path, options.limit)
+def _read(rows: Rows, options: Options) -> Imported:
     prompt, output = rows.tokens("input_tokens_total"), rows.tokens("output_tokens", minimum=0)
     prefix = rows.tokens("prefix_tokens", minimum=0)
-    rounds = [_round(rows, row) for row in range(len(rows))]
+    events, tools = rows.object_lists("timing_events"), rows.object_lists("tools")
+    rounds = [_round(rows, row, events[row], tools[row]) for row in range(len(rows))]
     sent = np.array([each.sent_ns for each in rounds], dtype=np.int64)
     order = np.argsort(sent, kind="stable")
     order = order[output[order] > 0]
     if len(order) == 0:
-        raise TraceError(path, "no round has output tokens")
-    columns = length_columns(sent[order] - sent[order].min(), prompt[order], output[order])
+        raise TraceError(rows.file, "no round has output tokens")
+    columns = length_columns(sent[order], prompt[order], output[order])
     columns["cached_len"] = numbers(np.minimum(prefix, prompt - 1)[order], pa.int32())
     columns |= _sessions(rows, rounds, order)
     silent = len(rows) - len(order)
     return Imported(
         columns=columns,
-        lines=rows.lines[order],
+        kept=order,
         licence="CC-BY-4.0 (TraceLab, University of Washington, 2026)",
         notes=left_out(silent, "silent round"),
     )
 
 
-def _sessions(rows: JsonRows, rounds: list[_Round], order: Ints) -> dict[str, Any]:
-    names, index = rows.texts("session_id"), rows.ints("round_index")
+def _sessions(rows: Rows, rounds: list[_Round], order: Ints) -> dict[str, Any]:
+    names, index = rows.texts("session_id"), rows.texts("round_index")
     turns = Turns()
-    turn: list[int] = []
+    turn: list[int | None] = []
     think: list[int | None] = []
     tools_done: dict[str, int | None] = {}
     for row in order.tolist():
@@ -90,17 +91,17 @@ def _sessions(rows: JsonRows, rounds: list[_Round], order: Ints) -> dict[str, An
         turn.append(place)
         think.append(pause)
         tools_done[name] = this.tools_done_ns
-    return {
-        "req_id": texts([f"{names[row]}/{index[row]}" for row in order.tolist()]),
-        "session_id": texts([names[row] for row in order.tolist()]),
-        "turn": numbers(np.array(turn), pa.int32()),
-        "think_ns": think_column(think),
-    }
+    req_ids = texts([f"{names[row]}/{index[row]}" for row in order.tolist()])
+    return {"req_id": req_ids} | session_columns(
+        [names[row] for row in order.tolist()], turn, think
+    )
 
 
-def _round(rows: JsonRows, row: int) -> _Round:
-    """Read the times of one line; raises `TraceError` when it has none."""
-    events = list(_events(rows, row))
+def _round(
+    rows: Rows, row: int, found: list[dict[str, Any]], tools: list[dict[str, Any]]
+) -> _Round:
+    """Read the times of one round; raises `TraceError` when it has none."""
+    events = list(_events(rows, row, found))
     if not events:
         rows.fail(row, "timing_events", "is empty: the round has no time")
     outputs = [ns for kind, ns in events if kind in _OUTPUTS]
@@ -111,50 +112,41 @@ def _round(rows: JsonRows, row: int) -> _Round:
         sent_ns=sent_ns,
         ended_ns=max(outputs, default=sent_ns),
         after_tools=cause == "tool_result",
-        tools_done_ns=_tools_done(rows, row),
+        tools_done_ns=_tools_done(rows, row, tools),
     )
 
 
-def _events(rows: JsonRows, row: int) -> Iterator[tuple[str, int]]:
-    for event in _objects(rows, row, "timing_events"):
+def _events(rows: Rows, row: int, found: list[dict[str, Any]]) -> Iterator[tuple[str, int]]:
+    for event in found:
         yield str(event.get("event_type")), _time_ns(rows, row, "timing_events", event, "timestamp")
 
 
-def _tools_done(rows: JsonRows, row: int) -> int | None:
+def _tools_done(rows: Rows, row: int, tools: list[dict[str, Any]]) -> int | None:
     done: list[int] = []
-    for tool in _objects(rows, row, "tools"):
-        wall_ms = tool.get("tool_wall_latency_ms")
-        if not isinstance(wall_ms, int | float) or wall_ms < 0:
+    for tool in tools:
+        wall_ms = exact(tool.get("tool_wall_latency_ms"))
+        if wall_ms is None or not 0 <= wall_ms < _LONGEST_MS:
             return None
-        done.append(_time_ns(rows, row, "tools", tool, "emitted_at") + round(wall_ms * _NS_PER_MS))
+        done.append(_time_ns(rows, row, "tools", tool, "emitted_at") + round(wall_ms * NS_PER_MS))
     return max(done, default=None)
 
 
-def _objects(rows: JsonRows, row: int, name: str) -> list[dict[str, Any]]:
-    values = rows.records[row].get(name)
-    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        rows.fail(row, name, "must be a list of objects")
-    return values
-
-
-def _time_ns(rows: JsonRows, row: int, name: str, owner: dict[str, Any], key: str) -> int:
+def _time_ns(rows: Rows, row: int, name: str, owner: dict[str, Any], key: str) -> int:
     text = owner.get(key)
     try:
         time = datetime.fromisoformat(text) if isinstance(text, str) else None
     except ValueError:
         time = None
     if time is None or time.tzinfo is None:
-        rows.fail(row, name, f"{key} = {text!r} is not a time with a zone, like "
+        rows.fail(row, name, f"{key} = {shown(text)} is not a time with a zone, like "
                   "2026-06-01T05:40:20.151Z")  # fmt: skip
     return (time - _EPOCH) // timedelta(microseconds=1) * 1000
 
 
 TRACELAB = Format(
     name="tracelab",
-    kind="jsonl",
     needs="session_id, round_index, input_tokens_total, prefix_tokens, output_tokens, "
     "timing_events, tools",
     matches=_matches,
     read=_read,
-    has_sessions=True,
 )

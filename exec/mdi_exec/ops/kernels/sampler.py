@@ -12,11 +12,10 @@ import tilelang.language as T
 import torch
 from torch import Tensor
 
-from mdi_exec.engine.sampler import FILTERED_LOGPROB, Bans, Sampled, SamplingRows, mass_bits
-from mdi_exec.engine.sampling import NO_GOLDEN
 from mdi_exec.ops import gumbel
 from mdi_exec.ops.kernels.jit import Sample, compiled
 from mdi_exec.ops.kernels.lanes import WARP
+from mdi_exec.ops.sampler import FILTERED_LOGPROB, NO_GOLDEN, Bans, Sampled, SamplingRows, mass_bits
 
 THREADS = 256
 WARPS = THREADS // WARP

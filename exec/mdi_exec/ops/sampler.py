@@ -1,66 +1,39 @@
-"""From logits to tokens: bans, temperature, top-p and top-k, Gumbel-max (engine-semantics §5.1).
+"""From logits to tokens: bans, temperature, top-p and top-k, Gumbel-max (docs/rules.md, R28).
 
 A row's result depends on that row alone. Everything that sums over the vocabulary sums integers,
 whose order does not matter: probabilities become fixed-point masses first, as in the production
 sampler. Log-probabilities and scores are float64. This is not where a request ends (the driver
-knows EOS and lengths). Read next: `sampling.py` (options), `ops/gumbel.py` (random numbers).
+knows EOS and lengths). Read next: `gumbel.py` (random numbers), `engine/sampling.py` (options).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from mdi_exec.engine.sampling import NO_GOLDEN, SamplingParams
-from mdi_exec.model.staging import Array, Staging
 from mdi_exec.ops.backend import select
 from mdi_exec.ops.gumbel import FRESH, gumbel_noise
 from mdi_shared.errors import ConfigError
 
-COLDEST = 1e-5  # a temperature below counts as this one, without filters (§5.1, step 4)
 FILTERED_LOGPROB = -9999.0  # reported in place of minus infinity
 ROWS_AT_ONCE = 64  # bounds the float64 scratch space: a few arrays of this many rows
 MOST_MASS_BITS = 52  # what a float64 probability has
-NO_TOP_K = -1
-MOST_RANKS = 2**62  # above every vocabulary
-
-
-class Draw(NamedTuple):
-    """What one row of logits is asked for.
-
-    `position` keys the random number: the index of the token being generated in its sequence (see
-    `sampling.row_position`). `output_index` counts the request's own tokens, 0 = its first.
-    """
-
-    params: SamplingParams
-    position: int
-    output_index: int
+NO_GOLDEN = -1  # in place of a golden token: sample normally
 
 
 class SamplingNeeds(NamedTuple):
-    """What the most demanding of some draws needs: work that none of them needs is left out."""
+    """What the most demanding of some rows needs: work that none of them needs is left out."""
 
     has_filters: bool
     has_noise: bool
     num_top: int
 
-    @classmethod
-    def of(cls, draws: Sequence[Draw]) -> "SamplingNeeds":
-        params = [draw.params for draw in draws]
-        warm = [p for p in params if p.temperature >= COLDEST]
-        return cls(
-            has_filters=any(p.top_p < 1.0 or p.top_k != NO_TOP_K for p in warm),
-            has_noise=any(p.temperature != 0 for p in params),
-            num_top=max((p.top_logprobs for p in params), default=0),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Options of n rows as tensors [n], with the cold-temperature rule applied.
+    """What n rows are asked for, as tensors [n].
 
     seeds, positions, top_k, golden_ids int64; temperature, top_p float64; is_greedy and bans_eos
     bool. `has_filters`, `has_noise` and `num_top` say what the most demanding row needs.
@@ -79,35 +52,8 @@ class SamplingRows:
     num_top: int
 
     @classmethod
-    def of(cls, draws: Sequence[Draw], device: torch.device | str = "cpu") -> "SamplingRows":
-        """Build from one draw per row of logits, in order; nothing waits for the device."""
-        return cls.place(Staging(device).upload(cls.columns(draws)), SamplingNeeds.of(draws))
-
-    @staticmethod
-    def columns(draws: Sequence[Draw]) -> dict[str, Array]:
-        """Return the tensors' values as host arrays, by name."""
-        params = [draw.params for draw in draws]
-        outputs = [draw.output_index for draw in draws]
-        temperature = np.array([p.temperature for p in params], dtype=np.float64)
-        is_cold = temperature < COLDEST
-        top_k = np.array([p.top_k for p in params], dtype=np.int64)
-        golden = [p.golden_token(i) if p.golden_token_ids else NO_GOLDEN
-                  for p, i in zip(params, outputs, strict=True)]  # fmt: skip
-        banned_until = np.array([p.first_n_token_no_eos for p in params], dtype=np.int64)
-        return {
-            "seeds": np.array([p.seed for p in params], dtype=np.uint64).view(np.int64),
-            "positions": np.array([draw.position for draw in draws], dtype=np.int64),
-            "temperature": np.maximum(temperature, COLDEST),
-            "top_p": np.where(is_cold, 1.0, np.array([p.top_p for p in params], np.float64)),
-            "top_k": np.where(is_cold | (top_k == NO_TOP_K), MOST_RANKS, top_k),
-            "golden_ids": np.array(golden, dtype=np.int64),
-            "is_greedy": temperature == 0,
-            "bans_eos": banned_until > np.array(outputs, dtype=np.int64),
-        }
-
-    @classmethod
     def place(cls, tensors: Mapping[str, Tensor], needs: SamplingNeeds) -> "SamplingRows":
-        """Build from what `columns` gave, by now on a device."""
+        """Build from what `sampling.draw_columns` gave, by now on a device."""
         values: dict[str, Any] = {**tensors, **needs._asdict()}
         return cls(**values)
 
