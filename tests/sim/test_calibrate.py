@@ -38,8 +38,10 @@ from mdi_sim.fit.features import (
     FEATURES,
     PREFILL,
     Steps,
+    ends_with_its_launch,
     extrapolated_steps,
     gather_steps,
+    queued_ns,
     step_features,
 )
 from mdi_sim.fit.host import fit_host, host_times
@@ -444,6 +446,14 @@ def test_what_prompts_cost_the_host_is_found_again():
     for tokens in (100, 4_000):
         of_step = found.of_step(3, tokens, is_alone=True)
         assert of_step == pytest.approx(host.of_step(3, tokens, is_alone=True), rel=0.02)
+
+
+def test_work_without_a_launch_time_is_queued_when_it_is_handed_over():
+    """As in a simulated run, where nothing says that a step took as long as its launch."""
+    table = step_table([DECODE] * 2, t_launch=[30_000, 30_000], cpu_launch_ms=[None, 0.4],
+                       t_dev_end=[500_000, 500_000])  # fmt: skip
+    assert queued_ns(table) == pytest.approx([30_000, 430_000])
+    assert ends_with_its_launch(table).tolist() == [False, True]
 
 
 def test_host_times_of_a_recorded_timeline():
