@@ -143,5 +143,7 @@ def _errors(diagnosis: Mapping[str, Any], names: Sequence[str]) -> list[tuple[st
 def _error(errors: Mapping[str, Any]) -> str:
     if errors["mape"] is None:
         return f"not known: {errors['why_not']}"
-    return (f"{errors['mape']:.1%} mean, {errors['p50']:.1%} median, {errors['p90']:.1%} P90, "
-            f"{errors['max']:.1%} max, {errors['bias']:+.1%} bias, n = {errors['n']:,}")  # fmt: skip
+    return (
+        f"{errors['mape']:.1%} mean, {errors['p50']:.1%} median, {errors['p90']:.1%} P90, "
+        f"{errors['max']:.1%} max, {errors['bias']:+.1%} bias, n = {errors['n']:,}"
+    )
