@@ -151,7 +151,6 @@ def test_a_folder_is_made(tmp_path):
     assert state(tmp_path / "runs" / "one") == state_of(OLD)
 
 
-
 def test_a_disk_that_is_really_full(tmp_path):
     """A limit on the size of files, as the system itself enforces it."""
     OLD.save(tmp_path / "r")
