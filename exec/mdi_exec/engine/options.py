@@ -3,6 +3,7 @@
 Read next: `mdi_shared/config.py` (the scheduler's options), `engine.py`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -39,10 +40,12 @@ class EngineOptions:
     load a model whose weights take more. `expanded_weights_memory_gb` is spent on unpacked copies
     of quantised weights, which make products faster and change no result: on a GPU bfloat16 ones of
     dense weights (16 GB unless given), on a CPU float32 ones of any (1 GB). `replay_keep_tokens`
-    > 0 turns bounded replay of the consumer layers on. `use_cuda_graphs` runs decode steps as
-    captured graphs, one per batch size, captured when first needed; it changes no result, and
-    nothing on a CPU or with float32 numerics. `seed` makes the seeds of requests that bring none.
-    `cost_model` names the calibrated step-time model (JSON) that chunk_policy = 'cost_target' asks.
+    > 0 turns bounded replay of the consumer layers on. `use_cuda_graphs` runs decode steps and
+    short prefill steps as captured graphs; it changes no result, and nothing on a CPU or with
+    float32 numerics. `compile_ahead` compiles, side by side and before the model is loaded, the
+    kernels that these options can reach and the cache does not have; else each is compiled when
+    first needed. `seed` makes the seeds of requests that bring none. `cost_model` names the
+    calibrated step-time model (JSON) that chunk_policy = 'cost_target' asks.
 
     `data_parallel_size` ranks serve requests side by side, each with its own cache, and share the
     routed experts; `expert_parallel_size` is the same number in this version. They are processes
@@ -60,6 +63,7 @@ class EngineOptions:
     expanded_weights_memory_gb: float | None = None
     replay_keep_tokens: int = 0
     use_cuda_graphs: bool = True
+    compile_ahead: bool = True
     revision: str | None = None
     seed: int = 0
     record: str | None = None
@@ -241,13 +245,22 @@ def scheduler_config(
     if "num_blocks" not in wanted:
         slots = layout.bytes_per_slot * probe.num_slots
         blocks = int((kv_bytes - slots) // layout.bytes_per_block)
-        if blocks < 2:
-            least = slots + 2 * layout.bytes_per_block
+        least = slots + _fewest_blocks(probe) * layout.bytes_per_block
+        most = slots + MOST_BLOCKS * layout.bytes_per_block
+        if not least <= kv_bytes <= most:
             raise ConfigError("kv_cache_memory_gb", kv_bytes / GB,
-                              f"must be at least {least / GB:.4f}: the state of "
-                              f"{probe.max_num_seqs} sequences (max_num_seqs) takes "
-                              f"{slots / GB:.4f} GB")  # fmt: skip
+                              f"must be from {math.ceil(least / GB * 1e4) / 1e4:.4f}, for one "
+                              f"request of max_model_len = {probe.max_model_len} and the state of "
+                              f"max_num_seqs = {probe.max_num_seqs} ({slots / GB:.4f}), to "
+                              f"{most / GB:.0f}")  # fmt: skip
         wanted["num_blocks"] = blocks
     config = SchedulerConfig.from_mapping(wanted)
     config.require_pool_fits()
     return config
+
+
+def _fewest_blocks(config: SchedulerConfig) -> int:
+    """Return the smallest pool that `SchedulerConfig.require_pool_fits` lets pass."""
+    tokens = config.runtime_max_model_len
+    blocks = -(-tokens * 10 // (8 * config.block_size))
+    return max(blocks, 2)

@@ -36,7 +36,7 @@ from mdi_exec.engine.rank_worker import (
     Setup,
     run_rank,
 )
-from mdi_exec.engine.request_state import RequestBook, RequestOutput
+from mdi_exec.engine.request_state import RequestBook, RequestOutput, Sink, require_name
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.errors import EngineStoppedError, GroupError
 from mdi_exec.ranks.parallel import RankAddress, lead_store, require_even_experts
@@ -71,9 +71,8 @@ class GroupEngine:
         self.vocab_size = self.source.config.vocab_size
         self.more_to_come = False
         self._on_estimate = on_estimate
-        self._book = RequestBook(self.vocab_size, options.seed)
+        self._book = RequestBook(self.vocab_size, self.source.tokenizer, options.seed)
         self._rank_of: dict[str, int] = {}
-        self._outputs: list[RequestOutput] = []
         self._answers: dict[int, object] = {}  # by rank, to the question now asked
         self._is_serving = False
         self._stopped: str | None = None
@@ -134,22 +133,24 @@ class GroupEngine:
 
     def add_request(
         self, prompt_token_ids: list[int], params: SamplingParams, req_id: str | None = None,
-        *, rank: int | None = None, arrival_ns: int | None = None,
+        *, rank: int | None = None, arrival_ns: int | None = None, sink: Sink | None = None,
     ) -> str:  # fmt: skip
         """As `LLMEngine.add_request`, on `rank` (rank 0 if not given)."""
         self.check_request(prompt_token_ids, params)
         self.expect_requests()
         rank, arrival_ns = rank or 0, self.now_ns() if arrival_ns is None else arrival_ns
         with self._book.lock:
-            state = self._book.add(prompt_token_ids, params, req_id, arrival_ns)
+            state = self._book.add(prompt_token_ids, params, req_id, arrival_ns, sink)
             self._rank_of[state.req_id] = rank
             self._tell(rank, Add(state.req_id, prompt_token_ids, state.params, arrival_ns))
         return state.req_id
 
     def abort_request(self, req_id: str) -> None:
         """As `LLMEngine.abort_request`."""
-        if req_id in self._rank_of:
-            self._tell(self._rank_of[req_id], Abort(req_id))
+        require_name(req_id)
+        with self._book.lock:
+            if req_id in self._rank_of and self._stopped is None:
+                self._tell(self._rank_of[req_id], Abort(req_id))
 
     def has_unfinished_requests(self) -> bool:
         """Say whether some request has not been answered in full yet."""
@@ -158,14 +159,22 @@ class GroupEngine:
     # ---- what the ranks say --------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Return what became visible on any rank since the last call; waits 2 ms at most.
+        """Return what became visible on any rank since the last call; see `turn`."""
+        self.turn()
+        return self._book.take()
 
-        Raises the error of the rank that failed first; the group is closed then.
+    def take_outputs(self) -> list[RequestOutput]:
+        """As `LLMEngine.take_outputs`."""
+        return self._book.take()
+
+    def turn(self) -> None:
+        """Take in what became visible on any rank since the last call; waits 2 ms at most.
+
+        Raises the error of the rank that failed first: the group is closed then, and all who wait
+        get a last output with the finish reason `error`.
         """
         self._require_open()
         self._listen(_LOOK_S)
-        outputs, self._outputs = self._outputs, []
-        return outputs
 
     def drain(self) -> None:
         """Wait until all ranks are idle."""
@@ -205,6 +214,7 @@ class GroupEngine:
             if self._stopped is None:
                 self._stopped = "it was closed"
                 self._tell_all(Close())
+            self._book.end_all()
             self._end()
 
     def _require_open(self) -> None:
@@ -238,16 +248,18 @@ class GroupEngine:
         elif isinstance(said, Estimate):
             self._on_estimate(said.line)
         else:
-            self._outputs += [self._note(news) for news in said]
+            for news in said:
+                self._note(news)
 
-    def _note(self, news: OutputNews) -> RequestOutput:
-        state = self._book.live[news.req_id]
-        state.tokens.extend(news.token_ids)
-        state.logprobs += news.logprobs
-        state.finish_reason = news.finish_reason
-        if news.finish_reason is not None:
-            del self._book.live[news.req_id], self._rank_of[news.req_id]
-        return RequestOutput(state, news.token_ids, self.source.tokenizer)
+    def _note(self, news: OutputNews) -> None:
+        with self._book.lock:
+            state = self._book.live[news.req_id]
+            if news.finish_reason is not None:
+                del self._rank_of[news.req_id]
+            state.tokens.extend(news.token_ids)
+            state.logprobs += news.logprobs
+            state.finish_reason = news.finish_reason
+            self._book.show(state, news.token_ids)
 
     def _tell(self, rank: int, message: object) -> None:
         try:
@@ -274,6 +286,7 @@ class GroupEngine:
         else:
             found = next(error for error in ends.values() if error is not None)
         self._stopped = str(found)
+        self._book.end_all()
         self._end(wait_s=_LAST_WORDS_S)
         return found
 

@@ -52,10 +52,12 @@ class BatchColumns(NamedTuple):
         assert items, "a batch needs at least one sequence"
         return cls(*zip(*items, strict=True))
 
-    def padded(self, item: BatchItem, count: int) -> "BatchColumns":
-        """Return the columns with `count` times an item at their ends."""
-        columns: Any = zip(self, item, strict=True)
-        return BatchColumns(*([*column, *[value] * count] for column, value in columns))
+    def padded(self, items: Sequence[BatchItem]) -> "BatchColumns":
+        """Return the columns with further items at their ends."""
+        if not items:
+            return self
+        columns: Any = zip(self, BatchColumns.of(items), strict=True)
+        return BatchColumns(*([*column, *more] for column, more in columns))
 
 
 @dataclass(frozen=True, eq=False, slots=True)

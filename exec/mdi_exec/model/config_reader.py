@@ -88,6 +88,7 @@ _FIXED: tuple[tuple[str, str, object], ...] = (
     ("text_config.dspark_target_attn_input", "dspark_target_attn_input", True),
     ("text_config.rope_scaling.rope_type", "rope_type", "yarn"),
     ("quantization_config.quant_method", "dtype", "fp8"),
+    ("dtype", "torch_dtype", "bfloat16"),
     ("quantization_config.activation_scheme", "activation_scheme", "dynamic"),
     ("quantization_config.weight_block_size", "weight_block_size", [32, 32]),
     ("quantization_config.scale_fmt", "scale_fmt", "ue8m0"),

@@ -122,7 +122,7 @@ class Transformer:
         require(token_map is not None or not hashes, "token_map", None,
                 "Engram layers need the tokenizer's compressed ids")  # fmt: skip
         self.engram_ids = (
-            EngramIds(config, token_map.to(weights.device)) if token_map is not None else None
+            EngramIds(config, token_map, weights.device) if token_map is not None else None
         )
 
     def _load_engram(

@@ -14,6 +14,7 @@ from torch import Tensor
 from mdi_exec.model.config import require
 from mdi_exec.ops.gemm import QuantisedWeight
 from mdi_exec.ranks.exchange import WHOLE, ExpertShard
+from mdi_shared.errors import ConfigError
 
 
 class TensorSource(Protocol):
@@ -47,11 +48,58 @@ class ExpansionBudget:
         return weight.packed() if self.for_kernels else weight
 
 
+CHECKED_AT_ONCE = 2**26  # values: bounds the scratch memory of a check
+
+
+class FiniteCheck:
+    """Looks for values that are no finite numbers in what is loaded, without awaiting the device.
+
+    NaN may hide: in a router's bias it only selects, and logits stay finite. FP4 codes have none.
+    """
+
+    def __init__(self, source: TensorSource) -> None:
+        self.source = source
+        self._looks: list[tuple[str, Tensor]] = []  # name, and whether it is broken
+
+    def look(self, name: str, value: Tensor) -> None:
+        """Begin to look at a tensor where it lies; it is not kept."""
+        if value.dtype != torch.int8 and value.numel():
+            parts = torch.split(value.reshape(-1), CHECKED_AT_ONCE)
+            self._looks.append((name, torch.stack([_is_broken(part) for part in parts]).any()))
+
+    def require(self) -> None:
+        """Wait for what was seen; raise `ConfigError` with tensor, index and value of the first."""
+        looks, self._looks = self._looks, []
+        where = max((seen.device for _, seen in looks), key=lambda device: device.type == "cuda")
+        broken = torch.stack([seen.to(where) for _, seen in looks]).tolist()  # waits once
+        for (name, _), is_broken in zip(looks, broken, strict=True):
+            if is_broken:
+                index, number = _first_broken(self.source.get(name))
+                raise ConfigError(f"{name}{index}", number, "a weight must be a finite number")
+
+
+def _first_broken(value: Tensor) -> tuple[list[int], float]:
+    for first, part in enumerate(torch.split(value.reshape(-1), CHECKED_AT_ONCE)):
+        numbers = part.to(torch.float32)
+        for at in torch.nonzero(~torch.isfinite(numbers)).flatten().tolist():
+            place = torch.unravel_index(torch.tensor(first * CHECKED_AT_ONCE + at), value.shape)
+            return [int(i) for i in place], numbers[at].item()
+    raise AssertionError("a tensor that was broken when loaded is not any more")
+
+
+def _is_broken(part: Tensor) -> Tensor:
+    if part.dtype == torch.float8_e4m3fn:
+        return (part.view(torch.uint8) & 0x7F).amax() == 0x7F
+    if part.dtype == torch.float8_e8m0fnu:
+        return part.view(torch.uint8).amax() == 0xFF
+    return ~torch.isfinite(torch.stack(part.aminmax())).all()
+
+
 class Weights:
     """The tensors under one name prefix, placed on `device` as they are asked for.
 
     `budget`, shared by all scopes, pays for float32 copies; without it there are none. `shard` is
-    the part of experts and Engram rows to load.
+    the part of experts and Engram rows to load; `finite`, shared too, looks at all of it.
     """
 
     def __init__(
@@ -61,17 +109,23 @@ class Weights:
         prefix: str = "",
         budget: ExpansionBudget | None = None,
         shard: ExpertShard = WHOLE,
+        finite: FiniteCheck | None = None,
     ) -> None:
         self.source = source
         self.device = torch.device(device)
         self.prefix = prefix
         self.budget = ExpansionBudget() if budget is None else budget
         self.shard = shard
+        self._finite = FiniteCheck(source) if finite is None else finite
+
+    def require_finite(self) -> None:
+        """Raise `ConfigError` if any tensor asked for so far holds NaN or infinity."""
+        self._finite.require()
 
     def sub(self, name: str, device: torch.device | str | None = None) -> "Weights":
         """Return the scope `<prefix><name>.`, optionally placed on another device."""
         return Weights(self.source, self.device if device is None else device,
-                       f"{self.prefix}{name}.", self.budget, self.shard)  # fmt: skip
+                       f"{self.prefix}{name}.", self.budget, self.shard, self._finite)  # fmt: skip
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """Return a tensor; raises `ConfigError` when its shape is not the config's."""
@@ -79,7 +133,7 @@ class Weights:
         value = self.source.get(full_name)
         require(tuple(value.shape) == shape, full_name, tuple(value.shape),
                 f"the config asks for shape {shape}")  # fmt: skip
-        return value.to(self.device)
+        return self._placed(full_name, value)
 
     def own_rows(self, name: str, num_rows: int, width: int) -> Tensor:
         """Return this rank's rows of the table `name` [num_rows, width]."""
@@ -89,7 +143,12 @@ class Weights:
         value = self.source.get_rows(full_name, own.start, own.stop)
         require(tuple(value.shape) == (len(own), width), full_name, tuple(value.shape),
                 f"the config asks for rows of {width}, {len(own)} of them here")  # fmt: skip
-        return value.to(self.device)
+        return self._placed(full_name, value)
+
+    def _placed(self, full_name: str, value: Tensor) -> Tensor:
+        placed = value.to(self.device)
+        self._finite.look(full_name, placed)
+        return placed
 
     def fp8(self, name: str, rows: int, columns: int) -> QuantisedWeight:
         """Return the FP8 weight `name` with one scale per 32x32 tile."""
@@ -122,7 +181,8 @@ class Weights:
         all_scales = torch.empty(
             len(own), total, columns // 32, dtype=torch.uint8, device=self.device
         )
-        for index, expert in enumerate(own):
+        # Where only shapes are wanted there is nothing to fill in, and many experts to leave out.
+        for index, expert in enumerate(own if self.device.type != "meta" else ()):
             scopes = [self.sub(f"{expert}.{name}") for name in names]
             codes = [s.tensor("weight", rows, columns // 2).view(torch.int8) for s in scopes]
             scales = [s.tensor("scale", rows, columns // 32).view(torch.uint8) for s in scopes]

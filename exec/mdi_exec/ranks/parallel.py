@@ -8,6 +8,7 @@ for which all of it is a no-op. All ranks must make the same calls in the same o
 Read next: `engine.py` (who calls), `workers.py` (ranks as child processes), docs/parallel.md.
 """
 
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ _ERROR_KEY = "first_error"
 
 
 class RankGroup:
-    """A group of one. Subclasses give it a way to reach others: `gather`, `gather_objects`."""
+    """A group of one. Subclasses give it a way to reach others: `gather`, `gather_plain`."""
 
     rank = 0
     size = 1
@@ -47,9 +48,12 @@ class RankGroup:
         """Return every rank's integers, in rank order; all ranks give equally many."""
         return [tuple(values)]
 
-    def gather_objects(self, value: object) -> list[Any]:
-        """Return every rank's picklable object, in rank order; for starts and ends, it is slow."""
-        return [value]
+    def gather_plain(self, value: object) -> list[Any]:
+        """Return every rank's plain data (what JSON holds), in rank order; tuples become lists.
+
+        For starts and ends: it is slow. Nothing that a peer sends is run, as pickles would be.
+        """
+        return [json.loads(json.dumps(value))]
 
     def vote(self, vote: Vote) -> bool:
         """Combine the ranks' ballots by the rule in force."""
@@ -69,7 +73,7 @@ class RankGroup:
 
     def require_equal(self, stated: Mapping[str, object]) -> None:
         """Raise the same `ConfigError` on every rank when one states another value than rank 0."""
-        first, *others = self.gather_objects(dict(stated))
+        first, *others = self.gather_plain(dict(stated))
         for rank, other in enumerate(others, start=1):
             for name, value in first.items():
                 if other.get(name) != value:
@@ -237,10 +241,15 @@ class ProcessGroup(RankGroup):
         self._collect(lambda: dist.all_gather(gathered, mine))
         return [tuple(row.tolist()) for row in gathered]
 
-    def gather_objects(self, value: object) -> list[Any]:
-        values: list[Any] = [None] * self.size
-        self._collect(lambda: dist.all_gather_object(values, value))
-        return values
+    def gather_plain(self, value: object) -> list[Any]:
+        text = json.dumps(value).encode()
+        lengths = [length for (length,) in self.gather((len(text),))]
+        mine = torch.zeros(max(lengths), dtype=torch.uint8)
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        gathered = list(torch.empty(self.size, max(lengths), dtype=torch.uint8))
+        self._collect(lambda: dist.all_gather(gathered, mine))
+        return [json.loads(bytes(row[:length].numpy()))
+                for row, length in zip(gathered, lengths, strict=True)]  # fmt: skip
 
     def _collect(self, collective: Callable[[], object]) -> None:
         if not self.is_open:

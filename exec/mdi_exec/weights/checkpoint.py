@@ -122,6 +122,12 @@ class Checkpoint:
         is absent, damaged or cut short; a tensor that is missing, unknown, misplaced, misshapen
         or of the wrong dtype.
         """
+        # Before they are all named: three weights with scales for each expert of each layer.
+        layers, experts = self.config.num_hidden_layers, self.config.n_routed_experts
+        if 6 * layers * experts > len(self._stored):
+            raise CheckpointError(str(self.directory), f"has {len(self._stored):,} tensors, too "
+                                  f"few for n_routed_experts = {experts:,} in num_hidden_layers = "
+                                  f"{layers:,}")  # fmt: skip
         problems = list(_compare(self.directory, self._stored, expected_tensors(self.config)))
         if problems:
             raise CheckpointError(str(self.directory), problems)

@@ -12,8 +12,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from mdi_shared.cost.graph_sizes import graph_sizes
 from mdi_shared.cost.linear import DECODE_FEATURES, PREFILL_FEATURES, DecodeTerms, PrefillTerms
-from mdi_shared.cost.step_cost import graph_sizes
 from mdi_sim.fit.features import PREFILL, Floats, Steps
 from mdi_sim.fit.robust import choose_columns, fit_nonnegative
 
