@@ -1,7 +1,7 @@
 """A fitted model's two readings, one step and arrays of them, are one formula.
 
-`LinearCost.device_ns` is what a simulation and the live chunk policy ask, `predict` is what a fit is
-judged by.
+`LinearCost.device_ns` is what a simulation and the live chunk policy ask; a fit is judged by
+`predict`.
 """
 
 from itertools import accumulate
