@@ -1,6 +1,6 @@
 """Prefill of long contexts, on one GPU or over ranks: whole steps, kinds of layers, the exchange.
 
-The geometry is the official one (engine-semantics §8.2, §8.3): one sequence per rank whose context
+The geometry is the official one (docs/rules.md, R36): one sequence per rank whose context
 of 131,072 tokens is 126,976 cached and 4,096 new, 3 steps to warm up and 10 that count, every layer
 computing every row (full replay), real routing. The cached part is random, as the weights are. Only
 as many layers are built as --layers says; a full model's step is implied by adding up the medians
@@ -81,7 +81,7 @@ def profile(bench: Bench, loaded: Loaded) -> list[dict[str, Any]]:
 
 
 def prefill_record(document: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one way's entry of bench_prefill.json (engine-semantics §8.4)."""
+    """Return one way's entry of bench_prefill.json."""
     options, size = document["options"], found["n_gpus"]
     about = document["conditions"]
     same = ("model", "n_gpus", "step_ms", "input_tok_s_gpu", "mean_ms", "p50_ms", "p99_ms")

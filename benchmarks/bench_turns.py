@@ -26,11 +26,11 @@ from mdi_exec.engine.engine import LLMEngine
 from mdi_exec.engine.request_state import RequestState
 from mdi_exec.engine.runner import StepTokens
 from mdi_exec.engine.sampling import SamplingParams
-from mdi_exec.engine.step_inputs import DecodeShape, gather_inputs
+from mdi_exec.engine.step_inputs import GraphShape, gather_inputs
 from mdi_exec.model.batch import BLOCK_TOKENS
 from mdi_exec.model.staging import Packing
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.cost.step_cost import graph_sizes
+from mdi_shared.cost.graph_sizes import graph_sizes
 from mdi_shared.plan import StepPlan
 from mdi_shared.scheduler import Scheduler
 
@@ -65,7 +65,7 @@ class HostRunner:
         shape = None
         if not plan.is_prefill:
             size = next(s for s in graph_sizes(self.max_num_seqs) if s >= len(requests))
-            shape = DecodeShape(size, -(-self.max_model_len // BLOCK_TOKENS))
+            shape = GraphShape(size, size, self.max_model_len)
         inputs = gather_inputs(plan, requests, self.row_of, shape=shape)
         middle = time.thread_time_ns()
         Packing.of(inputs.arrays).fill(self.buffer, inputs.arrays)

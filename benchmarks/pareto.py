@@ -1,4 +1,4 @@
-"""The points of a Pareto plot: kept in pareto.csv, drawn as pareto.png (engine-semantics §8.4).
+"""The points of a Pareto plot: kept in pareto.csv, drawn as pareto.png.
 
 Prefill: input throughput per GPU against latency. Decode: output throughput per GPU against the
 speed one user sees. Points of further runs join those in the file; a point measured again takes its

@@ -53,17 +53,25 @@ class RunSummary(Summary):
         from rich.text import Text
 
         grid = Table.grid()
+        sentences = [Text(sentence, style="italic") for sentence in self.sentences()]
         if self.assumed:
-            grid.add_row(Text(f"assumed: {'; '.join(self.assumed)}"))
+            grid.add_row(sentences.pop(0))
         grid.add_row(super().table())
-        if self.speedup is not None:
-            grid.add_row(Text(f"{self.throughput.span_s:,.1f} s simulated in {self.wall_s:,.2f} s, "
-                              f"{self.speedup:,.0f} times as fast"))  # fmt: skip
-        if self.basis is not None:
-            grid.add_row(Text(self.basis, style="italic"))
-        if self.extrapolated is not None and self.extrapolated["steps"]:
-            grid.add_row(Text(_warning(self.extrapolated), style="italic"))
+        for sentence in sentences:
+            grid.add_row(sentence)
         return grid
+
+    def sentences(self) -> list[str]:
+        """Return what the figures rest on: what was assumed, how fast, which step times."""
+        found = [f"assumed: {'; '.join(self.assumed)}"] if self.assumed else []
+        if self.speedup is not None:
+            found.append(f"{self.throughput.span_s:,.1f} s simulated in {self.wall_s:,.2f} s, "
+                         f"{self.speedup:,.0f} times as fast")  # fmt: skip
+        if self.basis is not None:
+            found.append(self.basis)
+        if self.extrapolated is not None and self.extrapolated["steps"]:
+            found.append(_warning(self.extrapolated))
+        return found
 
     def __str__(self) -> str:
         from rich.console import Console

@@ -17,7 +17,7 @@ from mdi_analysis.metrics import (
     request_latencies,
 )
 from mdi_analysis.overlay import overlay_figure
-from mdi_analysis.overlay_page import overlay_page, save_overlay
+from mdi_analysis.pages import overlay_page, run_page, save_overlay, save_page
 from mdi_analysis.perfetto import export_perfetto, trace_events
 from mdi_analysis.plan_identity import Difference, PlanIdentity, compare_plans
 from mdi_analysis.plots import (
@@ -60,8 +60,10 @@ __all__ = [
     "plot_timeline",
     "request_latencies",
     "roofline_position",
+    "run_page",
     "run_shape",
     "save_overlay",
+    "save_page",
     "save_plots",
     "slowest_steps",
     "step_items_frame",

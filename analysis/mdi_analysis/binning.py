@@ -40,13 +40,14 @@ def window_rates(
 ) -> tuple[Floats, Floats]:
     """Return window edges, s since the start of the span, and weight per second in each window.
 
-    The last window ends with the span and its rate counts its real length. Raises `ConfigError`
+    The last window ends with the span and its rate counts its real length; a rest of less than half
+    a window belongs to the one before, since a rate over a moment is a spike. Raises `ConfigError`
     on a window that is not above 0 or would cut the span into more than `MAX_WINDOWS`.
     """
     length_s = (span_ns[1] - span_ns[0]) / NS_PER_S
     if not window_s > 0:
         raise ConfigError("window_s", window_s, "must be above 0 s")
-    n = max(1, math.ceil(length_s / window_s - 1e-9))
+    n = max(1, round(length_s / window_s))
     if n > MAX_WINDOWS:
         raise ConfigError("window_s", window_s, f"must be at least {length_s / MAX_WINDOWS} s")
     edges: Floats = np.arange(n + 1, dtype=np.float64) * window_s

@@ -6,6 +6,7 @@ Made for a recorded run against its simulation, but any two runs will do. Relati
 Read next: `plan_identity.py`, which decides whether steps can be paired.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ from mdi_analysis.frames import (
     kind_codes,
 )
 from mdi_analysis.metrics import SLO, Distribution
+from mdi_analysis.names import name_of, verdict
+from mdi_analysis.options_diff import option_differences
 from mdi_analysis.plan_identity import PlanIdentity, compare_plans
 from mdi_analysis.report import Sheet, change, number, percent, plain, stack
 from mdi_analysis.step_times import HOST_TIMES, host_times
@@ -73,10 +76,12 @@ class KindComparison:
 class Comparison:
     """What `compare` found; `latency` and `host` are metric -> statistic -> pair, in ms.
 
+    `options` are those in which the runs differ: name and both values.
     `host` has the times of `step_times.HOST_TIMES`, prefill and decode steps together.
     """
 
     names: tuple[str, str]
+    options: list[tuple[str, str, str]]
     plans: PlanIdentity
     latency: dict[str, dict[str, Pair]]
     kinds: dict[str, KindComparison]
@@ -92,9 +97,14 @@ class Comparison:
         return data
 
     def sheets(self) -> list[Sheet]:
-        """Return what there is to read, as text: requests, steps, the host, the whole run."""
-        return [_latency_sheet(self), _kind_sheet(self), _step_time_sheet(self), _host_sheet(self),
-                _rate_sheet(self)]  # fmt: skip
+        """Return what there is to read, as text: options, requests, steps, host, the whole run."""
+        return [self.options_sheet(), _latency_sheet(self), _kind_sheet(self),
+                _step_time_sheet(self), _host_sheet(self), _rate_sheet(self)]  # fmt: skip
+
+    def options_sheet(self) -> Sheet:
+        """Return the options that differ."""
+        title = "options that differ" if self.options else "options: no recorded one differs"
+        return Sheet(title, ("option", *self.names) if self.options else (), self.options, n_text=3)
 
     def table(self) -> "Table":
         """Return a rich table for people; print it with a rich console."""
@@ -120,6 +130,7 @@ def compare(
     summary_a, summary_b = (summarize(run, slo, itl=both) for run in (a, b))
     return Comparison(
         names=names,
+        options=option_differences(a, b),
         plans=plans,
         latency=_latencies(summary_a, summary_b),
         kinds=_kinds(a, b, paired=plans.identical),
@@ -194,7 +205,7 @@ def _rates(a: Summary, b: Summary) -> dict[str, Pair]:
         for name in (field.name for field in fields(a.throughput))
     }
     for name in ("kv_occupancy_mean", "preemptions", "dropped_rows", "barrier_wait_share",
-                 "rank_imbalance"):  # fmt: skip
+                 "vote_wait_share", "rank_imbalance"):  # fmt: skip
         rates[name] = Pair.of(getattr(a.engine, name), getattr(b.engine, name))
     if a.goodput is not None and b.goodput is not None:
         for name in ("goodput_s", "goodput_share"):
@@ -205,15 +216,26 @@ def _rates(a: Summary, b: Summary) -> dict[str, Pair]:
 def _latency_sheet(found: Comparison) -> Sheet:
     counts = zip(found.names, (found.a, found.b), strict=True)
     title = "\n".join(f"{name}: {describe_counts(run.requests)}" for name, run in counts)
-    return Sheet(title, ("latency", *found.names, "difference"), _stat_rows(found.latency))
+    return _stat_sheet(found, title, "latency", found.latency)
 
 
-def _stat_rows(metrics: dict[str, dict[str, Pair]]) -> list[tuple[str, ...]]:
-    return [
-        (f"{name} {stat}", number(pair.a), number(pair.b), change(pair.relative))
+def _stat_sheet(
+    found: Comparison, title: str, what: str, metrics: dict[str, dict[str, Pair]]
+) -> Sheet:
+    entries = [
+        (name_of(name, stat), name, pair)
         for name, stats in metrics.items()
         for stat, pair in stats.items()
     ]
+    return pair_sheet(title, (what, *found.names, "difference"), entries)
+
+
+def pair_sheet(
+    title: str, headers: tuple[str, ...], entries: Sequence[tuple[str, str, Pair]]
+) -> Sheet:
+    """Return a sheet of (label, metric, values of both runs), each with its verdict."""
+    rows = [(label, number(p.a), number(p.b), change(p.relative)) for label, _, p in entries]
+    return Sheet(title, headers, rows, verdicts=[verdict(key, p.relative) for _, key, p in entries])
 
 
 def _kind_sheet(found: Comparison) -> Sheet:
@@ -231,19 +253,14 @@ def _kind_sheet(found: Comparison) -> Sheet:
 
 
 def _step_time_sheet(found: Comparison) -> Sheet:
-    times = {f"{kind} ms": k.device_ms for kind, k in found.kinds.items() if kind in OWN_KINDS}
-    title = "device time of a step"
-    return Sheet(title, ("kind", *found.names, "difference"), _stat_rows(times))
+    times = {kind: k.device_ms for kind, k in found.kinds.items() if kind in OWN_KINDS}
+    return _stat_sheet(found, "device time of a step", "kind", times)
 
 
 def _host_sheet(found: Comparison) -> Sheet:
-    title = "host times of prefill and decode steps"
-    return Sheet(title, ("time", *found.names, "difference"), _stat_rows(found.host))
+    return _stat_sheet(found, "host times of prefill and decode steps", "time", found.host)
 
 
 def _rate_sheet(found: Comparison) -> Sheet:
-    rows = [
-        (name, number(pair.a), number(pair.b), change(pair.relative))
-        for name, pair in found.rates.items()
-    ]
-    return Sheet("whole run", ("metric", *found.names, "difference"), rows)
+    entries = [(name_of(name), name, pair) for name, pair in found.rates.items()]
+    return pair_sheet("whole run", ("metric", *found.names, "difference"), entries)

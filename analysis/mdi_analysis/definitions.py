@@ -20,7 +20,7 @@ class Metric:
     source: str
 
 
-_ENGINE = "engine-semantics §8.1"
+_ENGINE = "docs/rules.md, R35"
 _OURS = "own definition"
 
 METRICS: tuple[Metric, ...] = (
@@ -79,6 +79,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("barrier_wait_share", "1", "sum of wait_ms / (span * ranks)",
            "Share of time that ranks wait for each other; nothing when no step recorded it.",
            _OURS),
+    Metric("vote_wait_share", "1", "time before t_first_sched in steps that only votes hold / "
+           "sum of ttft_ms",
+           "Share of the time to first token in which a rank with a free seat and memory decoded "
+           "or idled on because no vote was due, or the other ranks voted it down.", _OURS),
     Metric("rank_imbalance", "1", "max over ranks / mean over ranks of device time",
            "How unevenly prefill and decode work lies on the ranks; 1 is even. Idle steps are "
            "not counted as work.", _OURS),

@@ -74,24 +74,46 @@ def from_zero(ax: "Axes") -> None:
     ax.set_ylim(0, top * 1.08 if 0 < top < np.inf else 1)
 
 
+def share_axis(ax: "Axes") -> None:
+    """Let a vertical axis of shares begin at 0, show the data, and end at all at most."""
+    from_zero(ax)
+    top = min(ax.get_ylim()[1], 1.02)
+    ax.set_ylim(0, top)
+    digits = 0 if top > 0.05 else 1 if top > 0.005 else 2
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:.{digits}%}")
+
+
 def plain_ticks(ax: "Axes") -> None:
-    """Label log axes in plain numbers: every decade, and 2 and 5 too where few decades show."""
-    from matplotlib.ticker import LogLocator, NullFormatter
+    """Label log axes in plain numbers, as many as there is room for."""
+    from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullFormatter
 
     for axis, scale, limits in (
         (ax.xaxis, ax.get_xscale(), ax.get_xlim()), (ax.yaxis, ax.get_yscale(), ax.get_ylim()),
     ):  # fmt: skip
-        if scale != "log":
+        if scale == "symlog":
+            # From 0 on: the first decade lies too near to it for a label.
+            first = int(np.ceil(np.log10(getattr(axis.get_transform(), "linthresh", 1.0)))) + 1
+            decades = range(first, int(np.ceil(np.log10(limits[1]))))
+            shown = decades[:: -(-len(decades) // 5) or 1]
+            axis.set_major_locator(FixedLocator([0.0, *(10.0**decade for decade in shown)]))
+        elif scale == "log":
+            span = np.log10(limits[1] / limits[0])
+            subs = (1, 2, 5) if span < 1.7 else (1, 3) if span < 2.5 else (1,)
+            axis.set_major_locator(
+                MaxNLocator(5) if span < 0.7 else LogLocator(subs=subs, numticks=7)
+            )
+        else:
             continue
-        decades = np.log10(limits[1] / limits[0])
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 2.5 else (1,)))
         axis.set_major_formatter(tick_label)
         axis.set_minor_formatter(NullFormatter())
 
 
 def tick_label(value: float, _tick: float) -> str:
-    """Return a tick in plain digits."""
-    return f"{value:,.10g}"
+    """Return a tick in a few plain digits: 0.001, 250, 12k, 3M."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if unit == 'k' else size):,.4g}{unit}"
+    return np.format_float_positional(value, precision=6, trim="-") if value else "0"
 
 
 def around(values: Floats) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 Five rows of three panels, as one `Figure` or one per row. Each run's time axis begins with its own
 start. Nothing is judged here; the numbers behind it are those of `compare.py`.
 
-Read next: `drawing.py` (how it looks), `overlay_page.py` (pictures and tables on one page).
+Read next: `drawing.py` (how it looks), `pages.py` (pictures and tables on one page).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +24,7 @@ from mdi_analysis.drawing import (
     plain_frame,
     plain_ticks,
     say,
+    share_axis,
     tick_label,
     time_axis,
 )
@@ -179,8 +180,7 @@ def _engine(axes: Sequence["Axes"], sides: Sequence[Side]) -> None:
         ("running requests per rank", "queued requests per rank", "KV blocks in use"),
         "no steps, or num_blocks is not recorded",
     )
-    axes[2].set_ylim(0, 1.02)
-    axes[2].yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    share_axis(axes[2])
 
 
 def _throughput(axes: Sequence["Axes"], sides: Sequence[Side]) -> None:

@@ -30,6 +30,7 @@ from mdi_analysis.drawing import (
     plain_ticks,
     save_figure,
     say,
+    share_axis,
     tick_label,
     time_axis,
 )
@@ -103,8 +104,7 @@ def plot_timeline(run: RunLike) -> "Figure":
     for ax, label in zip(axes, labels, strict=True):
         ax.set_ylabel(label)
         from_zero(ax)
-    axes[1].set_ylim(0, 1.02)
-    axes[1].yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    share_axis(axes[1])
     if not axes[1].lines:
         say(axes[1], "no steps, or num_blocks is not recorded")
     legends(axes[0], axes[2])

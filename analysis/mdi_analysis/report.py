@@ -67,15 +67,21 @@ def counted(n: int, noun: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """A table as text, to be shown on a terminal or a page; the first column is a name."""
+    """A table as text, to be shown on a terminal or a page; the first `n_text` columns are names.
+
+    `verdicts` say of each row whether its difference is better (1), worse (-1) or neither (0).
+    """
 
     title: str
     headers: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
+    n_text: int = 1
+    verdicts: Sequence[int] = ()
 
     def rich(self) -> "Table":
         """Return the table for a rich console."""
-        return make_table(self.title, self.headers, self.rows)
+        headers = self.headers or ("",) * max(map(len, self.rows), default=0)
+        return make_table(self.title, headers, self.rows, n_text=self.n_text)
 
 
 def make_table(
@@ -99,7 +105,18 @@ def make_table(
         table.add_row(*(Text(cell) for cell in row))
     grid = Table.grid()
     grid.add_row(Text(title, style="bold"))
-    grid.add_row(table)
+    if headers:
+        grid.add_row(table)
+    return grid
+
+
+def paragraph(text: str) -> "Table":
+    """Return a sentence that wraps, to stand between tables."""
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid()
+    grid.add_row(Text(text, style="italic"))
     return grid
 
 

@@ -5,7 +5,7 @@ launch, a gap); rows and context are priced by what the run's own steps of that 
 and per context token, fitted non-negative and relative to each step's time. An estimate, no proof:
 reasons may overlap, and need not add up.
 
-Read next: `step_frames.py` (the columns), engine-semantics §7.3 (what a step's time depends on).
+Read next: `step_frames.py` (the columns), docs/rules.md, R32 (what a step's time depends on).
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """How fast a step could be: its work, the fewest bytes it must move, and the time of both at peak.
 
 Work is read back from the columns of the step table, to the last pair; formulas are those of
-engine-semantics §7.1 in `mdi_shared.cost.flops` and `mdi_shared.cost.traffic`. A floor is no
+docs/rules.md, R31, in `mdi_shared.cost.flops` and `mdi_shared.cost.traffic`. A floor is no
 prediction: no kernel reaches a machine's peak.
 
 Read next: `mdi_shared/cost/roofline.py` (the model), `step_frames.py` (the frame).
@@ -34,7 +34,7 @@ def roofline_position(
     """Return where each step lies on the roofline of `hardware`; the index is the frame's.
 
     `frame` is a step table or a `steps_frame`, `shape` the dimensions it ran with, `ep` over how
-    many ranks experts are split. `flops` are FP8-equivalent (§7.1), `moved_bytes` the fewest,
+    many ranks experts are split. `flops` are FP8-equivalent (R31), `moved_bytes` the fewest,
     `intensity` their ratio in FLOP/byte. `compute_ms` and `memory_ms` are what each alone takes at
     peak; `floor_ms` takes, part of the model by part, the longer of the two, one part after the
     other. `roofline_share` is floor_ms / device time, and `bound` says which of the two makes up

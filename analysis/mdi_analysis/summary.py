@@ -23,7 +23,16 @@ from mdi_analysis.metrics import (
     inter_token_latencies,
     request_latencies,
 )
-from mdi_analysis.report import change, counted, make_table, number, percent, plain, stack
+from mdi_analysis.report import (
+    Sheet,
+    change,
+    counted,
+    number,
+    paragraph,
+    percent,
+    plain,
+    stack,
+)
 from mdi_analysis.usage import (
     EngineUse,
     Goodput,
@@ -35,6 +44,9 @@ from mdi_analysis.usage import (
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+MOSTLY = 0.5  # a share of the latency that the summary speaks of
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +115,22 @@ class Summary:
 
     def table(self) -> "Table":
         """Return a rich table for people; print it with a rich console."""
-        return stack([_latency_table(self), _kind_table(self.engine), _facts_table(self)])
+        found = [sheet.rich() for sheet in self.sheets()]
+        found += [paragraph(sentence) for sentence in self.remarks()]
+        return stack(found)
+
+    def sheets(self) -> list[Sheet]:
+        """Return what there is to read, as text: latencies, kinds of steps, the whole run."""
+        return [_latency_sheet(self), _kind_sheet(self.engine), _facts_sheet(self)]
+
+    def remarks(self) -> list[str]:
+        """Return sentences on what stands out."""
+        waits = self.engine.vote_wait_share
+        if waits is None or waits <= MOSTLY:
+            return []
+        return [f"waits for votes are {percent(waits)} of the time to first token: prompts wait "
+                "until prefill_attempt_interval decode steps have gone by; a smaller one lets them "
+                "in earlier, and mdi tune chooses it"]  # fmt: skip
 
 
 def summarize(
@@ -166,17 +193,17 @@ def describe_counts(counts: RequestCounts) -> str:
     )
 
 
-def _latency_table(summary: Summary) -> "Table":
+def _latency_sheet(summary: Summary) -> Sheet:
     rows = [
         (name, number(d.n), number(d.mean), number(d.p50), number(d.p90), number(d.p99),
          number(d.max))
         for name, d in summary.latency.known()
     ]  # fmt: skip
     headers = ("latency", "n", "mean", "p50", "p90", "p99", "max")
-    return make_table(describe_counts(summary.requests), headers, rows)
+    return Sheet(describe_counts(summary.requests), headers, rows)
 
 
-def _kind_table(engine: EngineUse) -> "Table":
+def _kind_sheet(engine: EngineUse) -> Sheet:
     rows = [
         (kind, number(use.count), percent(use.device_share), number(use.device_ms.mean),
          number(use.device_ms.p50), number(use.device_ms.p99), number(use.batch_size.mean),
@@ -185,10 +212,10 @@ def _kind_table(engine: EngineUse) -> "Table":
     ]  # fmt: skip
     headers = ("kind", "count", "device", "mean ms", "p50 ms", "p99 ms", "seqs", "tokens")
     title = f"{counted(engine.steps, 'step')} on {counted(engine.ranks, 'rank')}"
-    return make_table(title, headers, rows)
+    return Sheet(title, headers, rows)
 
 
-def _facts_table(summary: Summary) -> "Table":
+def _facts_sheet(summary: Summary) -> Sheet:
     speed, engine, good = summary.throughput, summary.engine, summary.goodput
     rows = [
         ("span", f"{number(speed.span_s)} s on {counted(speed.n_gpus, 'GPU')}"),
@@ -205,6 +232,7 @@ def _facts_table(summary: Summary) -> "Table":
         ("preemptions", f"{engine.preemptions:,} ({engine.recomputed_tokens:,} tokens recomputed)"),
         ("dropped rows", f"{engine.dropped_rows:,}"),
         ("barrier wait", percent(engine.barrier_wait_share)),
+        ("wait for votes", f"{percent(engine.vote_wait_share)} of the time to first token"),
         ("busiest rank", f"{change(None if imbalance is None else imbalance - 1)} over the mean"),
     ]  # fmt: skip
     counts = summary.requests
@@ -214,7 +242,7 @@ def _facts_table(summary: Summary) -> "Table":
     rows += [
         (f"open: {name}", counted(n, "request")) for name, n in counts.by_unfinished_reason.items()
     ]
-    return make_table(describe_origin(summary.origin), ("", ""), rows, n_text=2)
+    return Sheet(describe_origin(summary.origin), (), rows, n_text=2)
 
 
 def describe_origin(origin: Origin) -> str:

@@ -31,6 +31,7 @@ from mdi_analysis.frames import (
     span_ns,
 )
 from mdi_analysis.metrics import NEVER_ARRIVED, SLO, Distribution, meets_slo
+from mdi_analysis.vote_waits import vote_wait_share
 from mdi_shared.errors import ConfigError, TraceError
 
 
@@ -82,6 +83,7 @@ class EngineUse:
     recomputed_tokens: int
     dropped_rows: int
     barrier_wait_share: float | None
+    vote_wait_share: float | None
     rank_imbalance: float | None
 
 
@@ -136,6 +138,7 @@ def engine_use(run: RunLike) -> EngineUse:
         recomputed_tokens=_total(floats(run.requests, "requests", "n_recomputed_tokens")),
         dropped_rows=_total(floats(steps, "steps", "n_dropped")),
         barrier_wait_share=_wait_share(run, rank),
+        vote_wait_share=vote_wait_share(run),
         rank_imbalance=_imbalance(device_ns(steps), rank, is_kind(kinds, *OWN_KINDS)),
     )
 

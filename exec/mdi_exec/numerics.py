@@ -11,7 +11,7 @@ import torch
 
 
 class Numerics(Enum):
-    """Rounding of activations and caches (architecture spec, §3)."""
+    """Rounding of activations and caches (docs/model.md, "Number formats")."""
 
     QUANTISED = "quantised"
     FLOAT32 = "float32"

@@ -65,6 +65,9 @@ VERBS: dict[str, Verb] = {
     "retrace": Verb(
         "retrace", "Replay a recorded run in the simulator: does it make the same decisions?"
     ),
+    "warm-up": Verb(
+        "warm_up", "Compile all kernels that a model can reach, for images and first starts."
+    ),
     "make-checkpoint": Verb(
         "make_checkpoint",
         "Write a checkpoint with random weights, for machines that cannot download the real one.",

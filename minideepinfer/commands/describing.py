@@ -4,7 +4,7 @@ Read next: `options.py` (the flags), `mdi_shared/describe_run.py` (what is chose
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,18 +135,15 @@ def described(options: SimulatedOptions, slo_tpot_ms: float | None = None) -> Ru
         own = base.served.to_json()
         if served.trace is None and served.workload is None:
             served = Served.from_json({**own, **served.to_json()})
-        kept = asdict(base.scheduler)
-        if any(memory.values()):
-            kept.pop("num_blocks")
-        scheduler = {**kept, **scheduler}
-    if options.draft_accept_rate is not None and not scheduler.get("num_draft_tokens"):
+    drafts = scheduler.get("num_draft_tokens", base.scheduler.num_draft_tokens if base else 0)
+    if options.draft_accept_rate is not None and not drafts:
         raise ConfigError("draft_accept_rate", options.draft_accept_rate, "changes nothing without "
                           "drafts: give --set num_draft_tokens=N, too")  # fmt: skip
     run = describe_run(
-        base, served=served, scheduler=with_target(scheduler, slo_tpot_ms), shape=options.model,
-        hardware=options.hardware, ep=options.ep, cost=options.cost, ranks=options.ranks,
-        placement=options.placement, seed=options.seed, until_s=options.until_s,
-        draft_accept_rate=options.draft_accept_rate,
+        base, served=served, scheduler=with_target(scheduler, slo_tpot_ms) or None,
+        shape=options.model, hardware=options.hardware, ep=options.ep, cost=options.cost,
+        ranks=options.ranks, placement=options.placement, seed=options.seed,
+        until_s=options.until_s, draft_accept_rate=options.draft_accept_rate,
         kv_cache_memory_gb=memory["kv_cache_memory_gb"],
         gpu_memory_utilization=memory["gpu_memory_utilization"],
     )  # fmt: skip

@@ -18,6 +18,7 @@ from minideepinfer.commands.screen import show_json, show_table, tell
 if TYPE_CHECKING:
     from mdi_analysis import SLO
     from mdi_traces.run import Run
+    from minideepinfer.run_summary import RunSummary
 
 SLO_NAMES = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2e": "e2e_ms"}
 
@@ -28,6 +29,7 @@ class ViewOptions:
 
     plots: o.Plots = None
     perfetto: o.Perfetto = None
+    html: o.Html = None
     slo: o.Bounds = None
     json: o.Json = False
 
@@ -38,6 +40,8 @@ class ViewOptions:
             require_folder("plots", self.plots)
         if self.perfetto is not None:
             require_output("perfetto", self.perfetto, (".json", ".json.gz"))
+        if self.html is not None:
+            require_output("html", self.html, (".html",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +92,9 @@ def save_out(run: "Run", prefix: Path) -> list[Path]:
     return written
 
 
-def write_views(run: "Run", options: ViewOptions) -> list[Path]:
+def write_views(
+    run: "Run", options: ViewOptions, summary: "RunSummary", notes: Sequence[str] = ()
+) -> list[Path]:
     """Draw and export a run as asked; return the paths."""
     written: list[Path] = []
     if options.plots is not None:
@@ -103,6 +109,14 @@ def write_views(run: "Run", options: ViewOptions) -> list[Path]:
         make_folder(options.perfetto)
         written.append(export_perfetto(run, options.perfetto))
         tell(f"{verb} {options.perfetto}")
+    if options.html is not None:
+        from mdi_analysis import run_page, save_page
+
+        make_folder(options.html)
+        basis = [*summary.sentences(), *notes]
+        page = run_page(run, summary, title=options.html.stem, basis=basis)
+        written.append(save_page(page, options.html))
+        tell(f"wrote {options.html}")
     return written
 
 
@@ -116,8 +130,8 @@ def report_run(
     from minideepinfer.run_summary import summarize
 
     written = [] if options.out is None else save_out(run, options.out)
-    written += write_views(run, options)
     summary = summarize(run, parse_slo(options.slo), wall_s=wall_s)
+    written += write_views(run, options, summary, notes)
     if not options.json:
         show_table(summary.table(), *(f"note: {note}" for note in notes))
         return

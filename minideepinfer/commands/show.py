@@ -59,7 +59,7 @@ def show(options: ShowOptions) -> None:
     if is_run(options.path):
         _show_run(read_run(options.path), options)
         return
-    for name in ("plots", "perfetto", "slo"):
+    for name in ("plots", "perfetto", "html", "slo"):
         if getattr(options, name) is not None:
             raise ConfigError(name, str(getattr(options, name)), f"needs a run; {options.path} is "
                               "none")  # fmt: skip
@@ -92,7 +92,7 @@ def _show_run(run: "Run", options: ShowOptions) -> None:
         "step_times_ms": step_times(run.steps_table),
         "slowest_steps": slowest_steps(run, SLOWEST),
         "head": head_rows(run.steps_table, options.head),
-        "written": [str(path) for path in write_views(run, options)],
+        "written": [str(path) for path in write_views(run, options, summary)],
     }
     if options.json:
         show_json({**facts, "summary": summary.to_dict()})

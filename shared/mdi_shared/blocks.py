@@ -1,7 +1,7 @@
 """A pool of numbered things handed out first-in-first-out: KV blocks, or per-sequence state slots.
 
 Id 0 is never handed out; it means "none" and is where placeholder rows point. Ids carry reference
-counts so that a block can be shared (`pin`). engine-semantics §3.
+counts so that a block can be shared (`pin`). See docs/rules.md, R23.
 """
 
 from collections import deque
@@ -38,7 +38,7 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        """Share in use, counting id 0 as used: an idle pool reads 1 / num_total (§2.2)."""
+        """Share in use, counting id 0 as used: an idle pool reads 1 / num_total (R7)."""
         return (self.num_total - len(self._free)) / self.num_total
 
     def fits(self, count: int) -> Fit:

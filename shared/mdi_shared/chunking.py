@@ -2,7 +2,7 @@
 
 `TokenBudget` fills the step up to the token budget, as the production engine does. `CostTarget`
 fills it up to a step time, so that chunks shrink as their context grows and every step takes
-about equally long (engine-semantics §7.3; the formulation is this project's own). Admission,
+about equally long (docs/rules.md, R33; the formulation is this project's own). Admission,
 checkpoints and the lookahead are the scheduler's business, not a policy's.
 
 Read next: `prefill.py` (the caller), `cost/step_cost.py` and `work.py` (what a step takes).
@@ -62,7 +62,7 @@ class TokenBudget:
 
 
 class CostTarget:
-    """As many tokens as keep the step's device time at or below `target_ns` (§7.3).
+    """As many tokens as keep the step's device time at or below `target_ns` (R33).
 
     A chunk that is not a prompt's last is a multiple of `align` and `cp_align`, and at least
     `min_chunk` tokens: a smaller one waits, or, in an empty step, is raised to that whatever
@@ -144,7 +144,7 @@ def fallback_note(config: SchedulerConfig, cost: StepCost) -> str | None:
 
 
 def why_not_control(cost: StepCost) -> str | None:
-    """Return why chunk sizes may not be chosen by `cost`; None when they may (§7.3, the gate).
+    """Return why chunk sizes may not be chosen by `cost`; None when they may (R32, the gate).
 
     A fitted model must have predicted prefill steps of held-out shapes well enough; its file says
     so. A model that was not fitted has no such error and is taken at its word.

@@ -1,4 +1,4 @@
-"""Books what a step produced: tokens committed, sequences ended, rows thrown away (§1.3).
+"""Books what a step produced: tokens committed, sequences ended, rows thrown away (R3).
 
 Read next: `scheduler.py` (when it is called), `request.py` (when a sequence ends).
 """

@@ -1,6 +1,6 @@
 """Options of the scheduler, validated once, when they are made.
 
-Names are the production engine's where it has them (engine-semantics §11). Where a default differs
+Names are the production engine's where it has them (docs/rules.md, R37). Where a default differs
 from it, `docs/design.md` says why.
 """
 
@@ -15,7 +15,7 @@ UNLIMITED = 2**30
 MOST_SEQS = 65_536  # seats of a rank; each takes memory before the first request comes
 MOST_BLOCKS = 2**24  # two billion tokens at 128 a block; the list of free ones is kept in memory
 MOST_SLOTS_PER_SEAT = 100.0
-WATERMARK = 0.9  # share of the block pool above which no new prefill is wanted (§2.2)
+WATERMARK = 0.9  # share of the block pool above which no new prefill is wanted (R7)
 CHUNK_POLICIES = ("token_budget", "cost_target")
 RETIRED = {"balance_target": False}  # options of earlier versions, and the value that was "off"
 
@@ -79,6 +79,9 @@ class SchedulerConfig:
                      "the rows of a full decode step")  # fmt: skip
             _require(budget >= self.cp_align, "max_num_batched_tokens", budget,
                      f"must be at least 2 * context_parallel_size = {self.cp_align}")  # fmt: skip
+            _require(not self.strict_upstream or budget >= self.block_size,
+                     "max_num_batched_tokens", budget, "the production engine does not start with "
+                     f"less than a block, block_size = {self.block_size}")  # fmt: skip
             _require(self.chunked_prefill or budget >= self.max_model_len,
                      "max_num_batched_tokens", budget,
                      f"without chunked_prefill it must hold a whole prompt, max_model_len = "
@@ -114,7 +117,7 @@ class SchedulerConfig:
 
     @property
     def cp_align(self) -> int:
-        """Chunk lengths are counted in multiples of this many tokens (§2.3)."""
+        """Chunk lengths are counted in multiples of this many tokens (R13)."""
         return 1 if self.context_parallel_size == 1 else 2 * self.context_parallel_size
 
     @property
@@ -122,7 +125,7 @@ class SchedulerConfig:
         """Prefill tokens per step.
 
         Not given: 8,192 with chunked prefill, else one whole prompt, and never less than a full
-        decode step. `strict_upstream` keeps the production rule (§2.10), whose budget follows
+        decode step. `strict_upstream` keeps the production rule (R37), whose budget follows
         max_model_len even when prompts can be chunked.
         """
         if self.max_num_batched_tokens is not None:
@@ -134,10 +137,15 @@ class SchedulerConfig:
 
     @property
     def prompt_limit(self) -> int:
-        """Longest prompt admitted, tokens."""
+        """Longest prompt admitted, tokens.
+
+        A prompt that may not be cut must fit into a step, and context parallelism counts in
+        multiples of `cp_align`. Upstream forgets the latter: such a prompt waits there for ever.
+        """
         if self.chunked_prefill:
             return self.max_model_len
-        return min(self.max_model_len, self.token_budget)
+        align = 1 if self.strict_upstream else self.cp_align
+        return min(self.max_model_len, self.token_budget // align * align)
 
     @property
     def num_slots(self) -> int:
@@ -146,14 +154,14 @@ class SchedulerConfig:
 
     @property
     def runtime_max_model_len(self) -> int:
-        """Positions a step may touch: the cap plus drafts in flight (§11)."""
+        """Positions a step may touch: the cap plus drafts in flight (R5)."""
         drafts = self.num_draft_tokens
         return self.max_model_len + 2 * drafts + (drafts + 1 if self.enable_zos else 0)
 
     def require_pool_fits(self) -> None:
         """Raise `ConfigError` when one request of `max_model_len` could exhaust the pool.
 
-        The production engine refuses to start in that case (§2.10): runtime_max_model_len must
+        The production engine refuses to start in that case (R37): runtime_max_model_len must
         not exceed 80 % of the pool's tokens.
         """
         most = int(0.8 * self.block_size * self.num_blocks)

@@ -1,12 +1,13 @@
 """Which running sequences take part in the next decode step, and who must give way.
 
-Three different orders meet here (engine-semantics §2.4, §13.1): the shortest output is served
+Three different orders meet here (docs/rules.md, R17): the shortest output is served
 first, the longest output is the victim, and the batch is laid out by falling length.
 """
 
 from mdi_shared.plan import Ending
 from mdi_shared.queues import Queues
 from mdi_shared.request import Sequence
+from mdi_shared.upstream_order import sort_descending
 
 
 class DecodeBatch:
@@ -94,11 +95,11 @@ class DecodeSelection:
         return left
 
     def _select_strict(self, out: DecodeBatch) -> None:
-        """Upstream's orders: stable sorts of whatever order the last step left (§2.4)."""
+        """Upstream's orders: sorts of whatever order the last step left (R17)."""
         queues = self.queues
-        queues.running.sort(key=lambda seq: -seq.output_len)
+        sort_descending(queues.running, lambda seq: seq.output_len)
         picked = self._serve(queues.running, out)
-        picked.sort(key=lambda seq: -seq.num_tokens)
+        sort_descending(picked, lambda seq: seq.num_tokens)
         queues.running = picked
         out.batch = picked.copy()  # `running` changes while the batch is in flight
 
@@ -123,7 +124,7 @@ class DecodeSelection:
         """Say whether the pool is too empty for this sequence to go on.
 
         Upstream wants a free block for every sequence, needed or not; by default only a block
-        that is really needed counts (§2.11, variant 2).
+        that is really needed counts (R18).
         """
         queues = self.queues
         if queues.blocks.num_free:

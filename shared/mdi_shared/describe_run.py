@@ -6,7 +6,7 @@ Read next: `run_description.py` (what comes out), `run_notes.py` (what speaks ag
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -51,6 +51,7 @@ class RunOptions(TypedDict, total=False):
 
 
 OPTIONS = tuple(RunOptions.__annotations__)
+MEMORY_OPTIONS = {"kv_cache_memory_gb", "gpu_memory_utilization"}
 _AS_THEY_ARE = ("policy", "placement", "seed", "draft_accept_rate", "until_s", "served")
 
 
@@ -72,20 +73,27 @@ def describe_run(
     if base is not None:
         if not given.keys() - plain.keys():
             return replace(base, **plain)
-        given = {**_choices(base, given), **given}
+        given = _over(base, given)
         plain = {**{name: getattr(base, name) for name in _AS_THEY_ARE}, **plain}
     return _Choices(given).describe(plain)
 
 
-def _choices(base: RunDescription, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `base` says, less what follows from other options that are given."""
+def _over(base: RunDescription, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `given` over what `base` says, less what follows from other options.
+
+    Scheduler options by name change the base's own.
+    """
     kept: dict[str, Any] = {"shape": base.shape, "ranks": base.ranks, "scheduler": base.scheduler,
                             "cost": base.cost}  # fmt: skip
     if isinstance(base.cost, RooflineCost) and given.keys() & {"shape", "ranks", "hardware", "ep"}:
         kept |= {"cost": None, "hardware": base.cost.hardware}
-    if isinstance(given.get("scheduler"), Mapping):
-        kept["scheduler"] = None
-    return {name: value for name, value in kept.items() if value is not None}
+    changed = given.get("scheduler")
+    if isinstance(changed, Mapping):
+        kept["scheduler"] = {**asdict(base.scheduler), **changed}
+        if given.keys() & MEMORY_OPTIONS and "num_blocks" not in changed:
+            del kept["scheduler"]["num_blocks"]
+        given = {**given, "scheduler": kept["scheduler"]}
+    return {**{name: value for name, value in kept.items() if value is not None}, **given}
 
 
 class _Choices:

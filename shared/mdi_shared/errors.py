@@ -54,14 +54,30 @@ class TraceError(MiniDeepInferError):
 
 
 class DeadlockError(MiniDeepInferError):
-    """No step can ever change anything again; the message names who holds the blocks."""
+    """No step can ever change anything again; the message names who holds the blocks.
 
-    def __init__(self, reason: str, holders: Sequence[tuple[str, int]]) -> None:
-        super().__init__(reason, tuple(holders))
+    `holders` are requests that wait, `leaked` those that ended and whose blocks were not returned,
+    as (request id, blocks).
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        holders: Sequence[tuple[str, int]],
+        leaked: Sequence[tuple[str, int]] = (),
+    ) -> None:
+        super().__init__(reason, tuple(holders), tuple(leaked))
         self.reason = reason
         self.holders = tuple(holders)
+        self.leaked = tuple(leaked)
 
     @property
     def message(self) -> str:
         held = ", ".join(f"{req_id} ({blocks} blocks)" for req_id, blocks in self.holders)
-        return f"deadlock: {self.reason}; blocks are held by: {held or 'nobody'}"
+        lost = ", ".join(f"{req_id} ({blocks} blocks)" for req_id, blocks in self.leaked)
+        end = f"; lost when these were aborted: {lost}" if lost else ""
+        return f"deadlock: {self.reason}; blocks are held by: {held or 'nobody'}{end}"
+
+
+class UpstreamCheckError(MiniDeepInferError):
+    """The production engine would end here by a check of its own; in `strict_upstream` only."""

@@ -9,7 +9,7 @@ answer; a driver answers in virtual time or in wall time and makes no decision o
      └───────────────────────────────────────────────────────────────────────────────────────┘
 
 A prefill step, and every step without ZOS, is awaited in its own turn; a decode step with ZOS is
-awaited in the next one, so that planning overlaps the device (engine-semantics §4.1).
+awaited in the next one, so that planning overlaps the device (docs/rules.md, R24).
 """
 
 from collections.abc import Generator
@@ -129,7 +129,7 @@ def _take_news(scheduler: Scheduler) -> Loop:
 
 
 def _plan(scheduler: Scheduler, num_ranks: int) -> Generator[Effect, Answer, StepPlan]:
-    """Decide between prefill and decode, with the group where there is one (§2.2)."""
+    """Decide between prefill and decode, with the group where there is one (R6)."""
     ballot = scheduler.ballot()
     if ballot.rule == NONE:
         return scheduler.plan_decode(ballot)

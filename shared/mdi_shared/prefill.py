@@ -1,4 +1,4 @@
-"""Which prompts, and how much of each, make the next prefill step (engine-semantics §2.3).
+"""Which prompts, and how much of each, make the next prefill step (docs/rules.md, R8).
 
 Admission is strictly first come, first served: the first sequence that cannot be admitted stops
 the search. At most one prompt is left partial, and it is the last of the step.
@@ -7,6 +7,7 @@ the search. At most one prompt is left partial, and it is the last of the step.
 from mdi_shared.blocks import Fit
 from mdi_shared.chunking import ChunkPolicy
 from mdi_shared.cost.work import PromptRow
+from mdi_shared.errors import UpstreamCheckError
 from mdi_shared.plan import Ending
 from mdi_shared.queues import Queues
 from mdi_shared.request import Sequence, State
@@ -62,7 +63,10 @@ class PrefillSelection:
         return batch if batch.picked or batch.ignored else None
 
     def _tokens_to_run(self, batch: PrefillBatch, seq: Sequence) -> int:
-        """Steps 4 to 11 of §2.3; 0 = it must wait. Consumes checkpoints even then (§13.10)."""
+        """Return how many tokens of the head to run (R10 to R16); 0 = it must wait.
+
+        A checkpoint is consumed even then (R14).
+        """
         config = self.queues.config
         if len(self.queues.running) + len(batch.picked) >= config.max_num_seqs:
             return 0
@@ -70,6 +74,11 @@ class PrefillSelection:
             return 0
         batch.k_room -= seq.num_tokens
         work = seq.num_tokens - seq.cached
+        if config.strict_upstream and work < config.lookahead:
+            raise UpstreamCheckError(
+                f"lookahead = {config.lookahead}: the production engine stops here, for request "
+                f"{seq.request.req_id!r} has {work} tokens left to prefill"
+            )
         room = (config.token_budget - batch.used_tokens) // config.cp_align * config.cp_align
         tokens = self.policy.chunk_tokens(batch.rows, seq.cached, work, room, seq.num_tokens)
         assert 0 <= tokens <= min(work, room), f"chunk policy asked for {tokens} of {work} tokens"
@@ -83,7 +92,7 @@ class PrefillSelection:
         if config.strict_upstream:
             return tokens if tokens >= max(config.lookahead, 1) else 0
         # A short chunk waits for a step with more room. The end of a prompt never gets longer, and
-        # nothing comes before the first chunk of a step: waiting would help neither (§2.3, 11).
+        # nothing comes before the first chunk of a step: waiting would help neither (R16).
         is_short = tokens < config.lookahead and tokens < work
         return 0 if is_short and batch.picked else tokens
 

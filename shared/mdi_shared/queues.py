@@ -19,6 +19,7 @@ class Queues:
     __slots__ = (
         "blocks",
         "config",
+        "leaked",
         "live",
         "num_dead_running",
         "num_dead_waiting",
@@ -38,6 +39,7 @@ class Queues:
         # Finished members, counted when it happens so that no step searches in vain.
         self.num_dead_waiting = 0
         self.num_dead_running = 0
+        self.leaked: list[tuple[str, int]] = []  # blocks that nobody can return, by request id
         self.order_is_stale = False  # somebody joined `running` since it was last sorted
 
     def fits(self, seq: Sequence) -> Fit:
@@ -48,7 +50,7 @@ class Queues:
         return fit
 
     def allocate(self, seq: Sequence) -> None:
-        """Reserve blocks for all its tokens, then a slot (§3)."""
+        """Reserve blocks for all its tokens, then a slot (R8)."""
         held = len(seq.block_table) + seq.slot
         assert held == 0, f"{seq.request.req_id!r} holds memory already"
         self.add_blocks(seq, self.blocks_needed(seq))
@@ -83,8 +85,9 @@ class Queues:
         """Remove finished members of `running`, in its order; they keep their memory for now."""
         if self.num_dead_running == 0:
             return []
-        dead = [seq for seq in self.running if seq.is_finished]
-        self.running = [seq for seq in self.running if not seq.is_finished]
+        running = State.RUNNING  # compared directly: under load this loop runs in nearly every step
+        dead = [seq for seq in self.running if seq.state is not running]
+        self.running = [seq for seq in self.running if seq.state is running]
         self.num_dead_running = 0
         return dead
 
@@ -102,7 +105,7 @@ class Queues:
             self.waiting.appendleft(seq)
 
     def preempt(self, seq: Sequence) -> Ending | None:
-        """Take a running sequence's memory at once; its step in flight will be dropped (§2.5).
+        """Take a running sequence's memory at once; its step in flight will be dropped (R19).
 
         Returns an ending when the configuration stops preempted requests instead of
         recomputing them.
@@ -125,9 +128,11 @@ class Queues:
     def _book_out(self, seq: Sequence) -> Ending:
         """Return the ending of a finished sequence that was taken from `waiting`.
 
-        Upstream forgets the memory of one that was aborted between two chunks (§2.6).
+        Upstream forgets the memory of one that was aborted between two chunks (R20).
         """
-        if not self.config.strict_upstream:
+        if self.config.strict_upstream:
+            self.leaked += [(seq.request.req_id, len(seq.block_table))] if seq.block_table else []
+        else:
             self.release(seq)
         return Ending(seq.seq_id, seq.finish_reason, seq.output_len)
 
@@ -148,16 +153,12 @@ class Queues:
         return self._book_out(seq)
 
     def check_integrity(self) -> None:
-        """Assert what holds between engine steps of members, their memory and the counts of them.
-
-        In strict mode finished members may hold memory that nobody counts any more.
-        """
+        """Assert what holds of members, memory and counts between engine steps."""
         members = (*self.waiting, *self.running)
         ids = [seq.seq_id for seq in members]
         assert len(ids) == len(set(ids)), "a sequence stands in two queues"
         for seq in members:
-            if not (seq.is_finished and self.config.strict_upstream):
-                self._check_member(seq)
+            self._check_member(seq)
         self._check_owners()
         for seq in self.running:
             assert seq.state is not State.WAITING, f"{seq.request.req_id} is in the wrong queue"
@@ -178,8 +179,7 @@ class Queues:
 
     def _check_owners(self) -> None:
         """Assert that every block and slot in use has as many owners as references."""
-        members = [seq for seq in (*self.waiting, *self.running)
-                   if not (seq.is_finished and self.config.strict_upstream)]  # fmt: skip
+        members = (*self.waiting, *self.running)
         blocks = Counter(block for seq in members for block in seq.block_table)
         slots = Counter(seq.slot for seq in members if seq.slot)
         for pool, held in ((self.blocks, blocks), (self.slots, slots)):

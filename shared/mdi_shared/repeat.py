@@ -29,7 +29,7 @@ class Growth:
         self.queues = queues
         self.block_size = queues.config.block_size
         # Steps that still fit into the table; inflight counts the planned step already, and
-        # §1.2 reserves for what was in flight when a step is planned, one less than now.
+        # a table holds what was in flight when a step is planned (R2), one less than now.
         self.room = [seq.capacity + 1 - seq.num_tokens - seq.inflight_total for seq in batch]
 
     def steps(self) -> int:
@@ -47,7 +47,7 @@ class Growth:
         """
         due: list[tuple[int, int, int, int]] = []
         for index, (seq, room) in enumerate(zip(self.batch, self.room, strict=True)):
-            # Shortest output first is how a decode step serves (§2.4).
+            # Shortest output first is how a decode step serves (R17).
             due += [
                 (step, seq.output_len, -seq.seq_id, index)
                 for step in range(room + 1, count + 1, self.block_size)

@@ -6,12 +6,13 @@ and never keeps them: which ids were generated is the driver's business.
 
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 
 from mdi_shared.errors import ConfigError
 
 
 class State(IntEnum):
-    """States of a sequence; everything from STOPPED on is terminal (engine-semantics §1.1)."""
+    """States of a sequence; everything from STOPPED on is terminal (docs/rules.md, R1)."""
 
     WAITING = 0
     RUNNING = 1
@@ -50,7 +51,7 @@ class Request:
 
     `cached_len` prompt tokens are already in an external prefix cache: the first chunk starts
     behind them, though blocks are reserved for the whole prompt. `chunk_checkpoints` are
-    ascending absolute positions at which a prompt chunk must end.
+    ascending positions of the prompt at which a chunk must end.
     """
 
     req_id: str
@@ -70,14 +71,14 @@ class Request:
             raise ConfigError("cached_len", self.cached_len,
                               f"must be between 0 and prompt_len - 1 = {self.prompt_len - 1}: "
                               "the last prompt token is always computed")  # fmt: skip
-        if any(a >= b for a, b in zip((0, *self.chunk_checkpoints), self.chunk_checkpoints,
-                                      strict=False)):  # fmt: skip
-            raise ConfigError("chunk_checkpoints", self.chunk_checkpoints,
-                              "must be positive and ascending")  # fmt: skip
+        ends = (0, *self.chunk_checkpoints)
+        if any(a >= b for a, b in pairwise(ends)) or ends[-1] > self.prompt_len:
+            raise ConfigError("chunk_checkpoints", self.chunk_checkpoints, "must be positive, "
+                              f"ascending and at most prompt_len = {self.prompt_len}")  # fmt: skip
 
 
 class Sequence:
-    """A request inside one scheduler. Counters follow engine-semantics §1.2; all are tokens.
+    """A request inside one scheduler. Counters are tokens (docs/rules.md, R2 and R3).
 
     `num_tokens` is committed (prompt + emitted), `cached` has complete attention state,
     `inflight_total` bounds the rows of steps scheduled and not yet processed, `capacity` is what
@@ -120,7 +121,7 @@ class Sequence:
         if not request.ignore_eos:
             stops.add(eos_token_id)
         self.stop_ids = frozenset(stops)
-        # Length at which it ends whatever it says: max_tokens, or one past the model's cap (§1.3).
+        # Length at which it ends whatever it says: max_tokens, or one past the model's cap (R4).
         self.finish_at = min(request.prompt_len + request.max_tokens, max_model_len + 1)
 
     @property
@@ -140,11 +141,11 @@ class Sequence:
 
     @property
     def tokens_needed(self) -> int:
-        """Tokens its blocks must hold now: committed, in flight and drafted (§1.2)."""
+        """Tokens its blocks must hold now: committed, in flight and drafted (R2)."""
         return self.num_tokens + self.inflight_total + self.num_drafts
 
     def extend(self, tokens: tuple[int, ...]) -> int:
-        """Commit tokens up to the one that finishes it; return how many (check_stop, §1.3)."""
+        """Commit tokens up to the one that finishes it; return how many (R4)."""
         count = len(tokens)
         if self.num_tokens + count >= self.finish_at or not self.stop_ids.isdisjoint(tokens):
             count = self._finish_within(tokens)
@@ -164,7 +165,7 @@ class Sequence:
         raise AssertionError("one of the tokens ends the sequence")
 
     def reset_for_recompute(self) -> None:
-        """Forget all attention state but no token (§1.3); consumed checkpoints stay consumed."""
+        """Forget all attention state but no token (R19); consumed checkpoints stay consumed."""
         self.cached = 0
         self.inflight_total = 0
         self.num_drafts = 0

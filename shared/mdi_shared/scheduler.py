@@ -2,7 +2,7 @@
 
 It has no clock, no randomness, no I/O and no device. `plan_*` choose and book a step, `commit`
 books what it produced; several decode steps may be in flight between the two (asynchronous
-scheduling, ZOS, engine-semantics §4). Only `loop.py` calls these methods in a running engine.
+scheduling, ZOS: docs/rules.md, R24). Only `loop.py` calls these methods in a running engine.
 
 Read next: `prefill.py` and `decode.py` (who is chosen), `queues.py` (memory), `loop.py`.
 """
@@ -50,7 +50,8 @@ class Scheduler:
         self._in_flight: deque[InFlightStep] = deque()  # oldest first
         self._to_release: list[Sequence] = []
         self._next_seq_id = 0
-        self._idle_turns = 0
+        self._idle_turns = 0  # in a row, with the same head in the same state
+        self._idle_head = (-1, 0)
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -96,7 +97,7 @@ class Scheduler:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
-    # ---- prefill or decode (§2.2) --------------------------------------------------------------
+    # ---- prefill or decode (R6) ---------------------------------------------------------------
 
     def ballot(self) -> Ballot:
         """Return the voting rule of this turn and what this rank wants; changes nothing."""
@@ -110,7 +111,7 @@ class Scheduler:
         """Say whether this rank has a prompt to run and memory below the watermark.
 
         Unless `strict_upstream`, the watermark yields when the head holds its blocks already:
-        upstream can wait there for ever (§2.11).
+        upstream can wait there for ever (R22).
         """
         queues = self.queues
         if not queues.waiting:
@@ -195,7 +196,7 @@ class Scheduler:
         return self.step
 
     def _put_in_flight(self, plan: StepPlan, seqs: list[Sequence]) -> None:
-        """Advance the sequences as if the step were done, up to what it will emit (§1.3)."""
+        """Advance the sequences as if the step were done, up to what it will emit (R3)."""
         most = 1 + self.config.num_draft_tokens
         for seq in seqs:
             seq.inflight_total += most
@@ -207,26 +208,26 @@ class Scheduler:
         if plan.seq_ids or plan.finished or plan.ignored or plan.preempted or not queues.waiting:
             self._idle_turns = 0
             return
-        head = queues.waiting[0]
         if queues.running:
             return
-        above = self.config.strict_upstream and queues.blocks.usage > WATERMARK
-        # By the second ANY point every rank has tried to prefill with nothing in its way; but
-        # without chunking, each checkpoint costs the head one attempt (§13.10).
-        self._idle_turns += not head.checkpoints
-        if above or self._idle_turns > 2 * self.config.prefill_any_attempt_interval:
-            reason = (
+        # Without chunking each checkpoint costs the head one attempt: that is progress, too.
+        head = (queues.waiting[0].seq_id, len(queues.waiting[0].checkpoints))
+        self._idle_turns = self._idle_turns + 1 if head == self._idle_head else 1
+        self._idle_head = head
+        if self.config.strict_upstream and queues.blocks.usage > WATERMARK:
+            raise self._deadlock(
                 f"nothing runs and {queues.blocks.usage:.0%} of the KV pool is held, above the "
                 f"{WATERMARK:.0%} up to which a prefill is wanted"
-                if above
-                else "nothing runs and the first waiting request cannot be admitted"
             )
-            raise DeadlockError(
-                reason,
-                [(s.request.req_id, len(s.block_table)) for s in queues.waiting if s.block_table],
-            )
+        # By the second ANY point every rank has tried to prefill with nothing in its way.
+        if self._idle_turns > 2 * self.config.prefill_any_attempt_interval:
+            raise self._deadlock("nothing runs and the first waiting request cannot be admitted")
 
-    # ---- results (§1.3) ------------------------------------------------------------------------
+    def _deadlock(self, reason: str) -> DeadlockError:
+        holders = [(s.request.req_id, len(s.block_table)) for s in self.queues.waiting]
+        return DeadlockError(reason, [h for h in holders if h[1]], self.queues.leaked)
+
+    # ---- results (R3) -------------------------------------------------------------------------
 
     def commit(self, result: StepResult) -> StepOutcome:
         """Book the result of the oldest step in flight and return what became visible.
@@ -240,7 +241,7 @@ class Scheduler:
         return tuple((seq.seq_id, seq.output_len) for seq in self.queues.live.values())
 
     def release(self) -> None:
-        """Return the memory of sequences the newest plan listed as finished (§2.7)."""
+        """Return the memory of sequences the newest plan listed as finished (R21)."""
         for seq in self._to_release:
             self.queues.release(seq)
         self._to_release.clear()

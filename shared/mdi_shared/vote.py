@@ -1,4 +1,4 @@
-"""When a data-parallel group may prefill, and how its ranks agree on it (engine-semantics §2.2).
+"""When a data-parallel group may prefill, and how its ranks agree on it (docs/rules.md, R6).
 
 A step is prefill or decode for the whole group. Each rank casts a ballot; the driver carries the
 ballots between ranks and applies `decide`. Nothing here communicates.

@@ -1,6 +1,6 @@
 """Drives one rank's serving loop in virtual time: a SimPy process that answers effects.
 
-It charges host time and device time by the timing law of engine-semantics §4.7 and decides
+It charges host time and device time by the timing law (docs/rules.md, R26) and decides
 nothing about requests, blocks or tokens. `tests/parity` drives the same loop with a plain
 blocking driver and expects the same plans.
 """

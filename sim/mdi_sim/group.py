@@ -53,9 +53,9 @@ class DeviceStep:
 class Group:
     """The ranks' common state: where they meet, and their devices.
 
-    Every device start waits for the slowest rank (engine-semantics §4.7), and since ranks meet in
+    Every device start waits for the slowest rank (docs/rules.md, R26), and since ranks meet in
     each layer's expert exchange, the step ends for all with the slowest one, or when `cost` says
-    (§7.3). A group of one exchanges nothing.
+    (R34). A group of one exchanges nothing.
     """
 
     def __init__(

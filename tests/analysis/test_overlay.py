@@ -1,13 +1,15 @@
 """Two runs over each other: the right curves, one page that stands alone, quiet when empty."""
 
 import base64
+import dataclasses
 import re
 
 import numpy as np
 import pytest
 
-from mdi_analysis import compare, overlay_figure, overlay_page, save_overlay
+from mdi_analysis import compare, overlay_figure, overlay_page, run_page, save_overlay, summarize
 from mdi_analysis.overlay import ROWS, overlay_rows
+from mdi_analysis.plots import PLOTS
 from mdi_shared.errors import ConfigError, TraceError
 
 NAMES = ("real", "model <b>")
@@ -59,9 +61,43 @@ def test_page_stands_alone_and_escapes_names(run, slower):
     assert "<b>real</b>: tiny, H200, measured, 5 steps, 4 requests" in page
     assert "model <b>" not in page
     assert "model &lt;b&gt;" in page
-    assert re.search(r"<td>decode ms p50</td><td>2\.00</td><td>3\.00</td><td>\+50\.0%</td>", page)
-    assert "step, paired</td><td>2.00</td><td>3.00</td><td>median 50.0%, P90 50.0%" in page
+    assert "decode steps paired: differ by 50.0% in the median, 50.0% at P90" in page
+    worse = r"<tr class='worse'><td class='text'>decode step, P50, ms</td><td>2\.00</td>"
+    assert re.search(worse + r"<td>3\.00</td><td>▼ \+50\.0%</td>", page)
+    assert not re.search(r"\w+_(ms|s|gpu|share|mean)\b", re.sub(r"<style>.*?</style>", "", page,
+                                                               flags=re.DOTALL))  # fmt: skip
+    tables, pictures = page.index("<details>"), page.index("<img")
+    assert page.index("no recorded one differs") < page.index("at a glance") < pictures < tables
     assert not re.search(r"https?://|<script|<link", page)
+
+
+def test_the_options_that_differ_come_first(run, slower):
+    """Those that both runs record; a model's numbers are named, not listed."""
+    configs = (
+        {"scheduler": {"max_num_seqs": 8, "eos": None}, "ranks": 1, "engine": {"device": "cuda"},
+         "cost": {"kind": "linear", "prefill": {"const": 1}}, "left_free": {"a": 1}},
+        {"scheduler": {"max_num_seqs": 16, "eos": None}, "ranks": 1,
+         "cost": {"kind": "roofline", "hardware": "h200", "ep": 2}, "left_free": {"a": 2}},
+    )  # fmt: skip
+    a, b = (
+        each.but(metadata=dataclasses.replace(each.metadata, config=config))
+        for each, config in zip((run, slower), configs, strict=True)
+    )
+    found = compare(a, b, NAMES)
+    assert found.options == [
+        ("cost", "kind linear", "kind roofline, hardware h200, ep 2"),
+        ("scheduler max_num_seqs", "8", "16"),
+    ]
+    page = overlay_page(found, a, b)
+    assert page.index("<td class='text'>scheduler max_num_seqs</td>") < page.index("<img")
+
+
+def test_the_page_of_one_run(run):
+    page = run_page(run, summarize(run), title="one <i>", basis=["assumed: nothing"])
+    assert page.count("<img ") == len(PLOTS)
+    assert "one &lt;i&gt;" in page
+    assert "assumed: nothing" in page
+    assert page.index("<img") < page.index("<details>") < page.index("KV occupancy")
 
 
 def test_empty_runs_and_absent_values_draw_without_a_warning(run, nothing):

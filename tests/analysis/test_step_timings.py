@@ -195,7 +195,7 @@ def test_dimensions_that_are_not_the_runs_are_refused(online, run):
     with pytest.raises(ConfigError, match=r"shape = 'tiny': is not what the run was made with: "
                        r"step 1 of rank 0 has flops_total = \d+"):  # fmt: skip
         roofline_position(online.steps, TINY, "h200")
-    with pytest.raises(ConfigError, match=r"hardware = 'abacus': must be one of h200"):
+    with pytest.raises(ConfigError, match=r"hardware = 'abacus': must be one of h100"):
         roofline_position(online.steps, run_shape(online), "abacus")
     unknown = run.but(metadata=type(run.metadata)(model="other"))
     with pytest.raises(ConfigError, match="shape = None: the metadata of the run have no dim"):

@@ -8,7 +8,12 @@ import pytest
 from rich.console import Console
 
 from mdi_analysis import METRICS, SLO, metrics_markdown, summarize
+from mdi_shared.config import SchedulerConfig
+from mdi_shared.cost.shape import TINY
+from mdi_shared.cost.step_cost import ConstantCost
 from mdi_shared.errors import ConfigError, TraceError
+from mdi_sim.simulate import simulate
+from mdi_traces import generate_workload
 
 
 def keys_of(data) -> list[str]:
@@ -181,3 +186,28 @@ def test_documentation_has_the_generated_table(pytestconfig):
     assert metrics_markdown() in text, (
         "docs/metrics.md is out of date: replace its table by mdi_analysis.metrics_markdown()"
     )
+
+
+def test_waits_for_votes_are_told_apart_from_other_waits():
+    """With 70 decode steps between attempts most of TTFT is that wait; with 1, or without a free
+    seat, none of it is.
+    """
+    work = generate_workload("azure-conv", num_requests=60, seed=1, rate=8)
+    cost = ConstantCost(20_000_000, 5_000_000)
+    shares = {}
+    for interval, seats in ((70, 64), (8, 64), (1, 64), (70, 1)):
+        config = SchedulerConfig(max_num_seqs=seats, prefill_attempt_interval=interval)
+        found = summarize(simulate(work, scheduler=config, cost=cost, shape=TINY), itl=False)
+        shares[interval, seats] = found.engine.vote_wait_share
+        told = [remark for remark in found.remarks() if "waits for votes are" in remark]
+        assert bool(told) == (shares[interval, seats] > 0.5)
+    assert shares[70, 64] > 0.6 > shares[8, 64] > shares[1, 64]
+    assert shares[1, 64] < 0.02
+    assert shares[70, 1] < 0.05
+
+
+def test_the_wait_is_no_longer_than_the_queue():
+    work = generate_workload("azure-conv", num_requests=60, seed=1, rate=8)
+    run = simulate(work, cost=ConstantCost(20_000_000, 5_000_000), shape=TINY, ranks=3)
+    queued = run.requests["queue_ms"].sum() / run.requests["ttft_ms"].sum()
+    assert 0 < summarize(run, itl=False).engine.vote_wait_share <= queued

@@ -39,7 +39,10 @@ def recorded(run) -> Run:
 
 
 def test_recorded_tables_give_the_same_summary(run, recorded):
-    assert summarize(recorded).to_dict() == summarize(run).to_dict()
+    tables, frames = summarize(recorded).to_dict(), summarize(run).to_dict()
+    assert tables["engine"].pop("vote_wait_share") is not None
+    assert frames["engine"].pop("vote_wait_share") is None, "hand-made steps have no votes"
+    assert tables == frames
 
 
 def test_a_run_survives_its_files(recorded, tmp_path):

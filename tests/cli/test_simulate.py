@@ -120,6 +120,24 @@ def test_an_argument_overrides_the_workload_of_a_file(mdi):
         assert json.loads(done.out)["summary"]["requests"]["total"] == total
 
 
+def test_a_saved_run_or_its_description_is_where_to_start(mdi, fails, small):
+    """The same run again, byte by byte; then with one option changed."""
+    mdi("simulate", *small, "--out", "r", "--placement", "least_kv", "--ranks", 2)
+    found = load_run("r").metadata
+    Path("r.toml").write_text(RunDescription.from_metadata(found.config, found.seed).to_toml())
+    for name, config in (("s", "r"), ("t", "r.toml")):
+        done = mdi("simulate", "--config", config, "--out", name)
+        assert done.code == 0, done.err
+        assert Path(f"{name}.steps.parquet").read_bytes() == Path("r.steps.parquet").read_bytes()
+    changed = json.loads(mdi("simulate", "--config", "r", "--set", "max_num_seqs=2", "-n", 7,
+                             "--json").out)  # fmt: skip
+    assert changed["summary"]["requests"]["total"] == 7
+    before, after = found.config["scheduler"], changed["config"]["scheduler"]
+    assert {n for n in before if before[n] != after[n]} == {"max_num_seqs"}
+    Path("r.toml").write_text(Path("r.toml").read_text().replace("placement =", "place ="))
+    assert "r.toml: run.place = 'least_kv': unknown" in fails(2, "simulate", "--config", "r.toml")
+
+
 def test_a_run_is_served_again_by_its_prefix(mdi, run_r):
     done = mdi("simulate", "r", "--model", "tiny", "--max-prompt", 30, "--out", "new/deep/s")
     assert done.code == 0, done.err

@@ -17,7 +17,7 @@ from mdi_exec.model.transformer import Transformer
 from mdi_exec.model.weights import Weights
 from mdi_exec.numerics import Numerics
 
-# The flat config of the released model (architecture spec, §2).
+# The flat config of the released model (docs/model.md, "Dimensions").
 FLAT_V41_FLASH = {
     "vocab_size": 129280, "dim": 5120, "n_layers": 40, "n_mtp_layers": 3, "norm_eps": 1e-20,
     "n_heads": 64, "head_dim": 512, "rope_head_dim": 64, "q_lora_rank": 1280, "o_groups": 8,

@@ -1,4 +1,4 @@
-"""Decode steps at fixed shapes, as CUDA graphs run them: sizes, padding, and what stays in flight.
+"""Steps at fixed shapes, as CUDA graphs run them: sizes, padding, and what stays in flight.
 
 There is no GPU here: a stand-in for a captured graph runs its work again at each replay and leaves
 the results where the first run put them. `tests/gpu/test_runner.py` has the real ones.
@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import mdi_exec.engine.graphs as graphs_module
+import mdi_shared.cost.graph_sizes as graph_sizes_module
 from mdi_exec.engine.llm import LLM
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.errors import NumericsError
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.numerics import Numerics
-from mdi_shared.cost.step_cost import GRAPH_SIZES, graph_sizes
+from mdi_shared.cost.graph_sizes import SIZES, graph_sizes, prefill_shape
 from mdi_shared.errors import ConfigError
 from tests.exec.engines import CHECKPOINT, SMALL
 
@@ -61,6 +62,9 @@ def recorded(monkeypatch):
 
     monkeypatch.setattr(graphs_module, "_record", record)
     monkeypatch.setattr(Transformer, "is_capturable", True)
+    # Large shapes take a CPU long, and show nothing that small ones do not.
+    monkeypatch.setattr(graph_sizes_module, "PREFILL_ROWS", (16, 144))
+    monkeypatch.setattr(graphs_module, "PREFILL_ROWS", (16, 144))
     return made
 
 
@@ -73,8 +77,8 @@ def serve(params=PARAMS, prompts=PROMPTS, **options):
 def test_sizes_end_at_the_seats():
     assert graph_sizes(1) == (1,)
     assert graph_sizes(20) == (1, 2, 4, 8, 16, 20)
-    assert graph_sizes(256) == GRAPH_SIZES
-    assert graph_sizes(500) == (*GRAPH_SIZES, 320, 384, 448, 500)
+    assert graph_sizes(256) == SIZES
+    assert graph_sizes(500) == (*SIZES, 320, 384, 448, 500)
 
 
 @pytest.mark.parametrize("numerics", list(Numerics), ids=lambda mode: mode.value)
@@ -116,9 +120,58 @@ def test_a_fault_in_a_graph_is_located(recorded):
 def test_all_sizes_can_be_captured_beforehand(recorded):
     with LLM(CHECKPOINT, **{**SMALL, "max_num_seqs": 5}) as llm:
         llm.warm_up()
-        assert len(recorded) == 2 * len(graph_sizes(5))
+        shapes = llm.engine.runner.graphs.shapes()
+        assert [shape.rows for shape in shapes if shape.rows == shape.seqs] == [5, 4, 2, 1]
+        assert {shape.seqs for shape in shapes if shape.rows > shape.seqs} == {2, 4}
+        assert len(recorded) == 2 * len(shapes)
         llm.generate(PROMPTS, PARAMS)
-        assert len(recorded) == 2 * len(graph_sizes(5))
+        assert len(recorded) == 2 * len(shapes)
+
+
+def test_a_prefill_shape_holds_the_step_and_a_placeholder():
+    for rows, seqs in ((1, 1), (15, 1), (16, 1), (1024, 1), (300, 7), (40, 15), (1025, 14)):
+        padded_rows, padded_seqs, context = prefill_shape(rows, seqs, rows + 100)
+        assert padded_seqs > seqs
+        assert padded_rows - rows >= padded_seqs - seqs
+        assert context >= rows + 100
+    assert prefill_shape(1, 16, 100) is None  # too many sequences
+    assert prefill_shape(1040, 1, 2000) is None  # no room for the placeholder
+    assert prefill_shape(1, 1, 131073) is None
+
+
+@pytest.mark.parametrize("numerics", list(Numerics), ids=lambda mode: mode.value)
+@pytest.mark.parametrize("budget", [512, 24], ids=["whole", "chunks"])
+def test_prefill_graphs_change_nothing(recorded, numerics, budget):
+    """Steps of one or several prompts, whole and in chunks, equal the eager ones bit for bit."""
+    options = {"numerics": numerics.value, "max_num_batched_tokens": budget}
+    plain = serve(**options, use_cuda_graphs=False)
+    with LLM(CHECKPOINT, **{**SMALL, **options}) as llm:
+        llm.warm_up()
+        captured = len(recorded)
+        before = [graph.num_replays for graph in recorded]
+        outputs = llm.generate(PROMPTS, PARAMS)
+        prefill = sum(1 for shape in llm.engine.runner.graphs.shapes() if shape.rows > shape.seqs)
+    used = [graph.num_replays for graph in recorded[: 2 * prefill]]
+    assert len(recorded) == captured
+    assert used != before[: 2 * prefill], "some prefill step ran as a graph"
+    assert [(output.token_ids, output.logprobs) for output in outputs] == plain
+
+
+def test_a_prefill_shape_is_captured_at_its_second_use(recorded):
+    with LLM(CHECKPOINT, **SMALL) as llm:
+        sizes = []
+        for prompt in ([5, 6, 7], [8, 9], [4, 4, 4, 4]):
+            llm.generate([prompt], SamplingParams(max_tokens=1, seq_seed=1))
+            sizes.append(len(recorded))
+    assert sizes[0] == 0
+    assert sizes[1] == sizes[2] == 2
+
+
+def test_bounded_replay_prefills_without_graphs(recorded):
+    with LLM(CHECKPOINT, **SMALL, replay_keep_tokens=128) as llm:
+        for _ in range(3):
+            llm.generate([[5, 6, 7, 8]], SamplingParams(max_tokens=1, seq_seed=1))
+    assert not recorded
 
 
 def test_a_cpu_captures_nothing():

@@ -24,7 +24,7 @@ from tests.exec.draws import rows_of_draws
 HALVES = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
 EOS = 1
 
-# engine-semantics §5.4: seed, position, case, token id, key, bits, u
+# Golden numbers (docs/rules.md, R30): seed, position, case, token id, key, bits, u
 GOLDEN_NUMBERS = [
     (42, 10, FRESH, 0, 0xE742790A40E0737C, 0xE7309BF4BF197E2C, 0.9030854675794213),
     (42, 10, FRESH, 1, 0xE742790A40E0737C, 0xA541F5DBF4EFB9D1, 0.6455377256397119),
@@ -99,7 +99,7 @@ def test_twenty_thousand_positions_give_the_golden_counts():
 
 
 def brute_force(logits, temperature, top_p, top_k):
-    """Kept token ids and their probabilities, straight from the definition (§5.1)."""
+    """Kept token ids and their probabilities, straight from the definition (R28)."""
     weights = [math.exp((float(x) - float(logits.max())) / temperature) for x in logits]
     probabilities = [w / sum(weights) for w in weights]
     order = sorted(range(len(weights)), key=lambda v: (-float(logits[v]), v))

@@ -121,12 +121,15 @@ def test_graphs_and_overlap_change_no_bit(plain, enable_zos, use_cuda_graphs):
     assert serve(enable_zos=enable_zos, use_cuda_graphs=use_cuda_graphs) == plain
 
 
-def test_graphs_captured_beforehand_change_no_bit(plain):
+@pytest.mark.parametrize("budget", [8192, 200, 61])
+def test_graphs_captured_beforehand_change_no_bit(plain, budget):
+    """Prefill steps of all sizes run as graphs then, of one prompt, of several, and of chunks."""
+
     def warm_up(llm):
         llm.warm_up()
         assert llm.engine.runner.graphs is not None
 
-    assert serve(on_llm=warm_up) == plain
+    assert serve(on_llm=warm_up, max_num_batched_tokens=budget) == plain
 
 
 def test_filters_and_alternatives_change_no_token():

@@ -32,11 +32,18 @@ MADE_UP = {"block_size": 4, "num_blocks": 22, "max_num_seqs": 6, "max_model_len"
 INTERVALS = {"prefill_attempt_interval": 2, "prefill_any_attempt_interval": 3}
 
 
-def serve(engine, left, lengths, most_tokens):
-    """Serve one rank's requests, which come in bursts; return the run (rank 0) and preemptions."""
+def serve(engine, left, lengths, most_tokens, first=()):
+    """Serve one rank's requests, which come in bursts; return the run (rank 0) and preemptions.
+
+    `first` are (prompt tokens, output tokens) that come before all others and stop nowhere else,
+    whatever the model says.
+    """
     rank, vocab_size = engine.group.rank, engine.vocab_size
     rng = random.Random(f"{rank} {left}")
     engine.expect_requests()
+    for i, (prompt_len, output_len) in enumerate(first):
+        params = SamplingParams(max_tokens=output_len, ignore_eos=True, seq_seed=i)
+        engine.add_request([5] * prompt_len, params, f"{rank}-first{i}")
     while engine.has_unfinished_requests():
         for _ in range(min(rng.choice([0, 0, 4, 8]), left)):
             stops = tuple(range(left % 20, vocab_size, 20))
@@ -92,8 +99,11 @@ def test_a_record_of_four_real_ranks_retraced_makes_the_same_plans():
 
     def work():
         llm = LLM(CHECKPOINT, **REAL, **INTERVALS, record="unused")
-        left = (8, 3, 1, 0)[llm.rank.group.rank]
-        return serve(llm.rank.engine, left, [126, 127] if left == 8 else [2, 9], 5)
+        left = (4, 3, 1, 0)[llm.rank.group.rank]
+        if llm.rank.group.rank:
+            return serve(llm.rank.engine, left, [2, 9], 5)
+        # Of four blocks three prompts take one each and two soon want a second: one must give way.
+        return serve(llm.rank.engine, left, [126, 127], 5, first=[(127, 8)] * 4)
 
     (run, preempted), *others = llm_results(4, work)
     assert preempted > 0, "rank 0 was meant to be short of memory"

@@ -4,7 +4,7 @@ A plain, clockless driver for unit tests: requests and aborts appear before a gi
 launched step is logged with the state it left behind.
 """
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from mdi_shared.config import SchedulerConfig
@@ -227,7 +227,8 @@ class ScriptedRank:
         turn.running = ",".join(s.request.req_id for s in queues.running)
         for seq in (*queues.waiting, *queues.running):
             name = seq.request.req_id
-            turn.state[name] = f"{seq.num_tokens}/{seq.cached}/{seq.inflight_total}"
+            in_flight = 0 if seq.is_finished else seq.inflight_total  # a dead one's means nothing
+            turn.state[name] = f"{seq.num_tokens}/{seq.cached}/{in_flight}"
             turn.tables[name] = list(seq.block_table)
 
 
@@ -247,13 +248,19 @@ def play_group_ranks(configs, scripts, steps, stops=None, policy=None) -> list[S
         )
         for i, (config, script) in enumerate(zip(configs, scripts, strict=True))
     ]
+    return run_together(ranks, steps)
+
+
+def run_together(ranks: list[ScriptedRank], steps: int) -> list[ScriptedRank]:
+    """Run the ranks of a group, or a single one, for at most so many steps."""
     while not all(rank.done for rank in ranks):
         for rank in ranks:
             rank.advance(steps)
         if any(rank.done for rank in ranks):
             assert all(rank.done for rank in ranks), "a rank left while others go on"
             break
-        _meet(ranks)
+        if len(ranks) > 1:
+            _meet(ranks)
     for rank in ranks:
         rank._close_turn()
     return ranks
@@ -278,6 +285,29 @@ def _meet(ranks: list[ScriptedRank]) -> None:
 def play_group(configs, scripts, steps) -> list[list[Turn]]:
     """Run several ranks in lockstep; return each one's turns."""
     return [rank.turns for rank in play_group_ranks(configs, scripts, steps)]
+
+
+def ended(rank: ScriptedRank) -> dict[str, str]:
+    """Check that every request ended once and all memory is back; return the reasons.
+
+    What strict mode loses by an abort, as upstream does, it must know.
+    """
+    queues = rank.scheduler.queues
+    assert rank.done, "the run did not end"
+    assert not queues.waiting
+    assert not queues.running
+    assert not queues.live
+    assert rank.scheduler.num_in_flight == 0
+    lost, slots_lost = sum(blocks for _, blocks in queues.leaked), len(queues.leaked)
+    assert queues.blocks.num_free + lost == queues.blocks.num_total - 1, "blocks are missing"
+    assert queues.slots.num_free + slots_lost == queues.slots.num_total - 1, "slots are missing"
+    reasons: Counter = Counter()
+    for ending in endings([*rank.early, *[r for t in rank.turns for r in t.reports]]):
+        reasons[rank.names[ending.seq_id], ending.reason] += 1
+    names = [name for name, _ in reasons]
+    assert sorted(names) == sorted(rank.names.values()), "a request is lost"
+    assert set(reasons.values()) <= {1}, "a request ended twice"
+    return dict(reasons.keys())
 
 
 def request(name: str, prompt_len: int, max_tokens: int = 16, **options) -> Request:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from mdi_shared.errors import DeadlockError
 from mdi_shared.scheduler import Scheduler
 from tests.shared.script import play, request, toy
 
@@ -51,3 +52,40 @@ def test_of_equal_lengths_the_longer_output_comes_first_in_a_batch():
         accepted={("B", 2): 1},
     )
     assert rows(turns)[1:] == ["D (A,2,8) (B,2,7)", "D (B,2,9) (A,2,9)"]
+
+
+@pytest.mark.parametrize(
+    ("cp", "budget", "prompt", "limit"), [(2, 90, 90, 88), (3, None, 131_071, 131_070)]
+)
+def test_a_whole_prompt_must_fit_into_what_context_parallelism_counts(cp, budget, prompt, limit):
+    """One request is refused, the others are served; upstream waits there for ever."""
+    options = {
+        "chunked_prefill": False, "context_parallel_size": cp, "max_num_batched_tokens": budget,
+        "max_model_len": budget or 131_072, "num_blocks": 80_000,
+    }  # fmt: skip
+    script = {1: [request("A", prompt, 2), request("B", limit, 2)]}
+    turns = play(toy(**options), script, steps=20)
+    assert turns[0].reasons == {"A": "prompt_length_exceeded"}
+    assert turns[0].row == f"P (B,{limit},{limit})"
+    assert turns[-1].reasons == {"B": "length"} or turns[2].reasons == {"B": "length"}
+    with pytest.raises(DeadlockError, match="first waiting request cannot be admitted"):
+        play(toy(**options, strict_upstream=True), script, steps=20)
+
+
+def test_strict_mode_names_blocks_that_an_abort_has_lost():
+    """A's chunk of 4 of 24 tokens holds 6 of 7 blocks; upstream never gets them back."""
+    config = toy(num_blocks=8, max_num_batched_tokens=4, strict_upstream=True)
+    script = {1: [request("A", 24)], 2: ["A", request("B", 9)]}
+    with pytest.raises(DeadlockError) as caught:
+        play(config, script, steps=20)
+    assert str(caught.value).endswith(
+        "blocks are held by: nobody; lost when these were aborted: A (6 blocks)"
+    )
+
+
+def test_strict_mode_does_not_spin_at_a_checkpoint_that_it_cannot_use():
+    """Without chunking each checkpoint costs an attempt, and then A does not fit its limit."""
+    options = {"chunked_prefill": False, "context_parallel_size": 2, "max_num_batched_tokens": 18,
+               "max_model_len": 18, "strict_upstream": True}  # fmt: skip
+    with pytest.raises(DeadlockError, match="first waiting request cannot be admitted"):
+        play(toy(**options), {1: [request("A", 18, chunk_checkpoints=(2, 17))]}, steps=30)

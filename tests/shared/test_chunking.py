@@ -1,4 +1,4 @@
-"""Chunk policies: the worked example of engine-semantics §7.3, and the splitter's promises."""
+"""Chunk policies: a worked example (docs/rules.md, R33), and the splitter's promises."""
 
 from dataclasses import replace
 

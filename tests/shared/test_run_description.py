@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.cost.files import read_cost_file
+from mdi_shared.cost.files import MODEL_FOLDERS, packaged_models, read_cost_file
 from mdi_shared.cost.hardware import B300, H100, H200, Hardware
 from mdi_shared.cost.memory import rank_weight_bytes
 from mdi_shared.cost.roofline import RooflineCost
@@ -93,6 +93,10 @@ def test_a_description_can_be_changed():
     assert more.cost.hardware.name == "b200"
     assert more.scheduler == base.scheduler
     assert describe_run(base, seed=4).to_json() == replace(base, seed=4).to_json()
+    faster = describe_run(base, scheduler={"prefill_attempt_interval": 8})
+    assert faster.scheduler == replace(base.scheduler, prefill_attempt_interval=8)
+    smaller = describe_run(base, scheduler={"max_num_seqs": 8}, kv_cache_memory_gb=1)
+    assert smaller.scheduler == replace(base.scheduler, max_num_seqs=8, num_blocks=8778)
     fitted = describe_run(base, cost=FITTED)
     assert fitted.shape == V41_FLASH, "the run is of another model than the cost"
     assert "fitted for flash-slice" in run_notes(fitted)[0]
@@ -225,3 +229,12 @@ def test_packaged_models_are_read_by_name():
     found = read_cost_file(FITTED)
     path = Path(__file__).parents[2] / "traces" / "models" / f"{FITTED}.json"
     assert found == read_cost_file(path)
+
+
+def test_the_wheel_puts_the_models_where_they_are_looked_for():
+    root = Path(__file__).parents[2]
+    build = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    (source, target) = next(iter(build["targets"]["wheel"]["force-include"].items()))
+    assert (root / source) == MODEL_FOLDERS[1]
+    assert MODEL_FOLDERS[0].parts[-3:] == tuple(target.split("/"))
+    assert {path.stem for path in (root / source).glob("*.json")} == set(packaged_models())

@@ -19,10 +19,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         zos=st.booleans(), chunked=st.booleans(), nextn=st.integers(0, 2),
         num_blocks=st.integers(5, 20), seats=st.integers(1, 4), stop=st.booleans(),
+        cp=st.sampled_from([1, 2, 3]),
     )  # fmt: skip
-    def start(self, zos, chunked, nextn, num_blocks, seats, stop):
+    def start(self, zos, chunked, nextn, num_blocks, seats, stop, cp):
         self.config = toy(
             enable_zos=zos, chunked_prefill=chunked, num_draft_tokens=nextn, max_model_len=16,
+            context_parallel_size=cp,
             num_blocks=num_blocks, max_num_seqs=seats, stop_preempted_request=stop,
             prefill_any_attempt_interval=1_000,
         )  # fmt: skip

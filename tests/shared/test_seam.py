@@ -99,6 +99,7 @@ def test_a_retired_option_is_read_where_it_was_off():
         ({"prompt_len": 4, "cached_len": 4}, "cached_len"),
         ({"prompt_len": 4, "chunk_checkpoints": (3, 2)}, "chunk_checkpoints"),
         ({"prompt_len": 4, "chunk_checkpoints": (0,)}, "chunk_checkpoints"),
+        ({"prompt_len": 4, "chunk_checkpoints": (2, 5)}, "chunk_checkpoints"),
     ],
 )
 def test_impossible_requests_are_refused(options, field):

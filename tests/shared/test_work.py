@@ -1,4 +1,4 @@
-"""Rows, pairs and FLOPs: the check values of engine-semantics §7.1, and brute force."""
+"""Rows, pairs and FLOPs: check values (docs/rules.md, R31), and brute force."""
 
 from dataclasses import replace
 
@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mdi_shared.cost.flops import coefficients
 from mdi_shared.cost.pairs import (
     candidate_pairs,
     capped_sum,
@@ -187,6 +188,16 @@ def test_bounded_replay_spares_consumer_layers_in_prefill_only():
     assert short.idx_pairs_r1 == 4_096 + last + 4 * (4_096 + 140 * 16_384)
     assert short.flops_total < 0.6 * full.flops_total
     assert decode_work(REPLAY, [5_000, 7]) == decode_work(V41_FLASH, [5_000, 7])
+
+
+def test_rows_that_end_at_the_boundary_are_mixed_there():
+    """The layer behind the producers mixes their streams once more: 8 C H * C (C + 2) a row."""
+    work, c = prefill_work(REPLAY, [(4_096, 8_192, 131_072)]), coefficients(REPLAY)
+    assert work.consumer_rows == 1
+    layers = c.other_row * 4_096 + c.other_consumer_row + c.logit_row
+    mixed = work.flops_total - work.flops_attn - layers
+    copies, hidden = REPLAY.hc_mult, REPLAY.hidden_size
+    assert mixed == 4_095 * 8 * copies * hidden * copies * (copies + 2)
 
 
 def brute_prefill(shape, rows):

@@ -1,4 +1,4 @@
-"""The worked traces of engine-semantics §§2 to 4, row by row.
+"""Worked traces of the engine's rules (docs/rules.md, R6 to R25), row by row.
 
 `strict_upstream` is on where a trace shows a rule we deviate from, or where the order of ties is
 upstream's; the other traces hold in both modes and are run in both.
@@ -6,7 +6,7 @@ upstream's; the other traces hold in both modes and are run in both.
 
 import pytest
 
-from mdi_shared.errors import DeadlockError
+from mdi_shared.errors import DeadlockError, UpstreamCheckError
 from tests.shared.script import play, play_group, request, toy
 
 BOTH_MODES = pytest.mark.parametrize("strict", [False, True], ids=["default", "strict"])
@@ -77,7 +77,7 @@ def test_2_3_lookahead_holds_back_what_can_get_longer():
     assert rows(turns)[2] == "P (B,2,10) (C,3,3)"
     short = play(toy(lookahead=60), {1: [request("A", 20)]}, steps=2)
     assert rows(short) == ["P (A,16,16)", "P (A,4,20)"]
-    with pytest.raises(DeadlockError, match="first waiting request cannot be admitted"):
+    with pytest.raises(UpstreamCheckError, match="'B' has 2 tokens left to prefill"):
         play(toy(**options, strict_upstream=True), requests, steps=20)
 
 

@@ -85,7 +85,7 @@ def test_a_single_request_takes_the_sum_of_its_steps():
 
 
 def test_overlap_hides_the_host_behind_the_device_and_the_device_behind_the_host():
-    """Steady state with ZOS: one step every max(g, s + l + p) (engine-semantics §4.7)."""
+    """Steady state with ZOS: one step every max(g, s + l + p) (R26)."""
     config = SchedulerConfig(prefill_attempt_interval=1_000, prefill_any_attempt_interval=1_000)
     host = HostCost(schedule_ns=2 * MS, schedule_ns_per_seq=0, launch_ns=MS, process_ns=MS,
                     process_ns_per_seq=0)  # fmt: skip
@@ -103,7 +103,7 @@ def test_overlap_hides_the_host_behind_the_device_and_the_device_behind_the_host
 
 
 def test_a_lone_arrival_waits_for_the_next_vote():
-    """The first prefill is at once; the next request waits out the attempt interval (§2.2)."""
+    """The first prefill is at once; the next request waits out the attempt interval (R6)."""
     config = SchedulerConfig(prefill_attempt_interval=10, prefill_any_attempt_interval=1_000)
     cost = ConstantCost(prefill_ns=MS, decode_ns=MS)
     run = simulate(trace_of([0, 3 * MS], [10, 10], [100, 5]), scheduler=config, cost=cost)

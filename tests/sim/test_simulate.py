@@ -76,7 +76,7 @@ def test_a_pool_too_small_for_any_request_is_refused_before_the_run():
 
 
 def test_upstream_rules_can_deadlock_and_say_so():
-    """Two long prompts fill the pool; both chunks are held and nobody may go on (§2.11)."""
+    """Two long prompts fill the pool; both chunks are held and nobody may go on (R22)."""
     config = SchedulerConfig(
         block_size=4, num_blocks=14, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=40,
         prefill_attempt_interval=1, prefill_any_attempt_interval=1, strict_upstream=True,

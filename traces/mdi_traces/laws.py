@@ -3,7 +3,7 @@
 Each law is one function from the tables to the first row that breaks it. They judge neither speed
 nor policy, and never look at how a step was planned.
 
-Read next: `check.py` (who runs them), engine-semantics §1.5 and §9 (where they come from).
+Read next: `check.py` (who runs them), docs/rules.md, R5 and R35 (where they come from).
 """
 
 from collections.abc import Callable, Mapping

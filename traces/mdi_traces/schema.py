@@ -29,7 +29,7 @@ _TEXT, _LABEL = pa.string(), pa.dictionary(pa.int32(), pa.string())
 _I8, _I16, _I32, _I64 = pa.int8(), pa.int16(), pa.int32(), pa.int64()
 _F32, _F64, _BOOL = pa.float32(), pa.float64(), pa.bool_()
 
-# name, type, nullable, unit, meaning; order is the order in the file (engine-semantics §9.2, §9.3)
+# name, type, nullable, unit, meaning; order is the order in the file (docs/trace-format.md)
 _Row = tuple[str, pa.DataType, bool, str, str]
 
 

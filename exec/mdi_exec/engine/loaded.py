@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mdi_exec.engine.engine import LLMEngine
+from mdi_exec.engine.kernels_ahead import Reach, compile_ahead, told_in_lines
 from mdi_exec.engine.memory import (
     MemoryEstimate,
     StepLimits,
@@ -74,6 +75,8 @@ class LoadedModel:
         if group.size > 1 or self.options.device != "cpu":
             on_estimate(self._line(estimate))
         require_fits_on(estimate, self.options.device)
+        if self.options.uses_kernels and self.options.compile_ahead and group.size == 1:
+            self._compile_ahead(scheduler_options, on_estimate)
         budget = ExpansionBudget(self.options.expanded_weights_bytes, self.options.uses_kernels)
         weights = Weights(self.source.tensors, self.options.device, budget=budget, shard=self.shard)
         self.transformer = Transformer(
@@ -84,6 +87,19 @@ class LoadedModel:
             exchange=self._exchange(),
         )
         weights.require_finite()
+
+    def _compile_ahead(
+        self, scheduler_options: Mapping[str, Any], tell: Callable[[str], None]
+    ) -> None:
+        from mdi_exec.ops.kernels.jit import cache_folder, current_architecture
+
+        note = cache_folder()[1]
+        if note is not None:
+            tell(note)
+        config = self.planned_config(self.options, scheduler_options)
+        reach = Reach.of(self.layout, config, self.options.expanded_weights_bytes)
+        with torch.cuda.device(self.options.device):
+            compile_ahead(reach, current_architecture(), told_in_lines(tell))
 
     def _exchange(self) -> ExpertExchange:
         tensors = self.group.tensor_group(torch.device(self.options.device))

@@ -41,10 +41,12 @@ class EngineOptions:
     load a model whose weights take more. `expanded_weights_memory_gb` is spent on unpacked copies
     of quantised weights, which make products faster and change no result: on a GPU bfloat16 ones of
     dense weights (16 GB unless given), on a CPU float32 ones of any (1 GB). `replay_keep_tokens`
-    > 0 turns bounded replay of the consumer layers on. `use_cuda_graphs` runs decode steps as
-    captured graphs, one per batch size, captured when first needed; it changes no result, and
-    nothing on a CPU or with float32 numerics. `seed` makes the seeds of requests that bring none.
-    `cost_model` names the calibrated step-time model (JSON) that chunk_policy = 'cost_target' asks.
+    > 0 turns bounded replay of the consumer layers on. `use_cuda_graphs` runs decode steps and
+    short prefill steps as captured graphs; it changes no result, and nothing on a CPU or with
+    float32 numerics. `compile_ahead` compiles, side by side and before the model is loaded, the
+    kernels that these options can reach and the cache does not have; else each is compiled when
+    first needed. `seed` makes the seeds of requests that bring none. `cost_model` names the
+    calibrated step-time model (JSON) that chunk_policy = 'cost_target' asks.
 
     `data_parallel_size` ranks serve requests side by side, each with its own cache, and share the
     routed experts; `expert_parallel_size` is the same number in this version. They are processes
@@ -62,6 +64,7 @@ class EngineOptions:
     expanded_weights_memory_gb: float | None = None
     replay_keep_tokens: int = 0
     use_cuda_graphs: bool = True
+    compile_ahead: bool = True
     revision: str | None = None
     seed: int = 0
     record: str | None = None

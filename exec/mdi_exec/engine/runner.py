@@ -2,7 +2,7 @@
 
 A runner lays out each step's inputs, starts copy, model and sampler, and hands back something to
 wait on. The sampled tokens stay on the device too: a decode row whose input token is still in
-flight takes it from the step before (remap, engine-semantics §4.2), so that the next step can be
+flight takes it from the step before (remap: docs/rules.md, R25), so that the next step can be
 launched before this one's tokens have reached the host.
 
 On a GPU the engine's thread launches: kernels run later by themselves, and between a step's launch
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from mdi_exec.engine.device_clock import DeviceClock, Mark, clock_of
-from mdi_exec.engine.graphs import DecodeGraphs
+from mdi_exec.engine.graphs import StepGraphs
 from mdi_exec.engine.request_state import Logprobs, RequestState
 from mdi_exec.engine.sampling import Draw
-from mdi_exec.engine.step_inputs import StepInputs, gather_inputs, placeholder_prompt
+from mdi_exec.engine.step_inputs import StepInputs, gather_inputs, placeholder_prompt, sizes_up_to
 from mdi_exec.engine.step_program import RESULT_COLUMNS, Forwarded, Results, StepProgram
 from mdi_exec.errors import EngineStoppedError, NumericsError
 from mdi_exec.model.batch import Batch
@@ -93,7 +93,7 @@ class ModelRunner:
     """Owns the model and its cache; steps run in the order they are launched.
 
     On a CPU a single worker thread stands for the device, so that planning really overlaps it.
-    `graph_limits`, (most sequences, longest context), turns CUDA graphs for decode steps on, where
+    `graph_limits`, (most sequences, longest context), turns CUDA graphs on, where
     the model can be captured. `on_logits`, for tests and tools, is called with a step's sampled
     requests and their float32 logits [m, vocab_size], which the next step may overwrite: on a GPU
     when the step is launched, before the device has computed them.
@@ -115,14 +115,15 @@ class ModelRunner:
         group: RankGroup | None = None,
     ) -> None:
         self.model = model
+        self.cache_layout = cache.layout
         self.replay_keep_tokens = replay_keep_tokens
         self.on_logits = on_logits
         self._group = group if group is not None else RankGroup()
         self._program = StepProgram(model, cache, sampler, max_rows=cache.num_slots,
                                     measures_experts=measures_experts)  # fmt: skip
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         if graph_limits is not None and model.is_capturable:
-            self.graphs = DecodeGraphs(self._program, max_num_seqs=graph_limits[0],
+            self.graphs = StepGraphs(self._program, max_num_seqs=graph_limits[0],
                                        max_model_len=graph_limits[1])  # fmt: skip
         self._staging = Staging(model.device)
         self._is_cuda = model.device.type == "cuda"
@@ -140,7 +141,7 @@ class ModelRunner:
         all. Everything runs on placeholders, before any request; waits for it.
         """
         with self._on_device():
-            for rows in _warm_up_rows(max_rows):
+            for rows in sizes_up_to(max_rows):
                 inputs = placeholder_prompt(rows)
                 tensors = self._staging.upload(inputs.arrays)
                 self._program.sample(self._program.forward(inputs.host, tensors), tensors,
@@ -184,9 +185,9 @@ class ModelRunner:
             self.model.exchange.begin_step([(rows, kept) for rows, kept in gathered])
 
     def _inputs(self, plan: StepPlan, requests: Sequence[RequestState]) -> StepInputs:
-        shape = None
-        if self.graphs is not None and not plan.is_prefill and max(plan.qs, default=1) == 1:
-            shape = self.graphs.shape(max(len(plan.seq_ids), 1))
+        # Behind bounded replay's cut a step has fewer rows, and how many hangs on its prompts.
+        can_replay = self.graphs is not None and not (plan.is_prefill and self.replay_keep_tokens)
+        shape = self.graphs.shape_of(plan) if self.graphs is not None and can_replay else None
         if not plan.seq_ids:
             return placeholder_prompt(1) if shape is None else shape.placeholders()
         return gather_inputs(plan, requests, self._row_of, shape=shape,
@@ -298,13 +299,6 @@ class ModelRunner:
                 ids[row] = request.tokens[draw.position - 1]
         arrays = {**inputs.host.arrays, "token_ids": ids}
         return Batch.place(inputs.host, self._staging.upload(arrays))
-
-
-def _warm_up_rows(max_rows: int) -> list[int]:
-    """Powers of two and their halves again, ascending, and the largest."""
-    doubled = [1 << bit for bit in range(max_rows.bit_length())]
-    sizes = {*doubled, *(rows * 3 // 2 for rows in doubled), max_rows}
-    return sorted(rows for rows in sizes if rows <= max_rows)
 
 
 def _logprobs(

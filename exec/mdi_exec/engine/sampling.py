@@ -1,6 +1,6 @@
 """What a request asks of the sampler, validated once, when it is made, and a step's rows of it.
 
-Names and defaults are the production engine's (engine-semantics §11). This is not the sampler:
+Names and defaults are the production engine's (docs/rules.md, R37). This is not the sampler:
 see `ops/sampler.py` for the order of operations, `ops/gumbel.py` for the random numbers.
 """
 
@@ -21,7 +21,7 @@ MOST_TEMPERATURE = 3.4e38  # what float32 holds
 MOST_TOP_LOGPROBS = 1000
 MOST_SAMPLES = 1000  # of one prompt
 MOST_STOPS, MOST_STOP_CHARS = 16, 256
-COLDEST = 1e-5  # a temperature below counts as this one, without filters (§5.1, step 4)
+COLDEST = 1e-5  # a temperature below counts as this one, without filters (R28)
 NO_TOP_K = -1
 MOST_RANKS = 2**62  # above every vocabulary
 

@@ -20,8 +20,40 @@ from mdi_shared.plan import StepPlan
 GIVEN = -1  # source of a row whose token the host knows
 _ALL_GIVEN = array("q", [GIVEN])
 _TO_COME = ints32([0])
-_PLACEHOLDER = BatchItem(1, 1, 0, (0,), 1)
 _NOTHING_ASKED = SamplingParams(temperature=0.0, seq_seed=0)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphShape:
+    """What all steps of one captured graph have in common: rows, sequences, longest context.
+
+    A decode step has a row per sequence. A prefill step has more rows than sequences, and at least
+    one of its sequences is a placeholder, which takes the rows that are left over.
+    """
+
+    rows: int
+    seqs: int
+    max_k: int
+
+    @property
+    def table_width(self) -> int:
+        return -(-self.max_k // BLOCK_TOKENS)
+
+    def padding(self, rows: int, seqs: int) -> list[BatchItem]:
+        """Return the placeholders that fill up a step of so many rows and sequences."""
+        missing = self.seqs - seqs
+        if not missing:
+            assert rows == self.rows, f"{self.rows - rows} rows are left to no sequence"
+            return []
+        return [_placeholder(self.rows - rows - missing + 1), *[_placeholder(1)] * (missing - 1)]
+
+    def placeholders(self) -> "StepInputs":
+        """Return a step of placeholders alone."""
+        host = HostBatch.lay_out(
+            BatchColumns.of(self.padding(0, 0)), [0] * self.rows, table_width=self.table_width
+        )
+        draws = [Draw(_NOTHING_ASKED, 0, 0)] * self.seqs
+        return _inputs(host, _ALL_GIVEN * self.rows, [], draws, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +63,7 @@ class StepInputs:
     `arrays` are what the device gets: those of `host`, `sources` int64 [T] (which of the last
     step's samples a row's token is, GIVEN = the token given), and `draw.*`, those of
     `SamplingRows` for `draws`. `requests` are asked for a token each, in order; further draws
-    belong to placeholder rows, which pad a decode step to the size of a captured graph.
+    belong to nobody: they fill a step up to the `shape` of a captured graph.
     """
 
     host: HostBatch
@@ -39,7 +71,7 @@ class StepInputs:
     requests: list[RequestState]
     draws: list[Draw]
     needs: SamplingNeeds
-    graph_size: int = 0
+    shape: GraphShape | None = None
 
     @property
     def num_rows(self) -> int:
@@ -50,34 +82,31 @@ class StepInputs:
         """Rows behind bounded replay's cut; all of them where there is none."""
         return len(self.host.arrays["cut.rows"]) if self.host.is_cut else self.num_rows
 
-
-@dataclass(frozen=True, slots=True)
-class DecodeShape:
-    """What every captured decode step of one size has in common: rows, and block table width."""
-
-    size: int
-    table_width: int
-
-    def placeholders(self) -> StepInputs:
-        """Return a step of placeholder rows alone."""
-        host = HostBatch.lay_out(
-            BatchColumns.of([_PLACEHOLDER] * self.size),
-            [0] * self.size,
-            table_width=self.table_width,
-        )
-        draws = [Draw(_NOTHING_ASKED, 0, 0)] * self.size
-        return _inputs(host, _ALL_GIVEN * self.size, [], draws, self.size)
+    @property
+    def graph_size(self) -> int:
+        """Rows of the captured graph that runs the step; 0 = none does."""
+        return 0 if self.shape is None else self.shape.rows
 
 
 def placeholder_prompt(rows: int) -> StepInputs:
     """Return a prefill step of one made-up prompt, which lives in the reserved slot and block.
 
     With one row it is also what an idle rank runs in either kind of step: q = k = 1
-    (engine-semantics §10).
+    (docs/rules.md, R27).
     """
-    item = BatchItem(rows, rows, 0, (0,) * -(-rows // BLOCK_TOKENS), 1)
-    host = HostBatch.lay_out(BatchColumns.of([item]), [0] * rows)
-    return _inputs(host, _ALL_GIVEN * rows, [], [Draw(_NOTHING_ASKED, 0, 0)], 0)
+    host = HostBatch.lay_out(BatchColumns.of([_placeholder(rows)]), [0] * rows)
+    return _inputs(host, _ALL_GIVEN * rows, [], [Draw(_NOTHING_ASKED, 0, 0)], None)
+
+
+def sizes_up_to(max_rows: int) -> list[int]:
+    """Return numbers of rows between which no kernel differs: 2^n and 3 * 2^n, and `max_rows`."""
+    doubled = [1 << bit for bit in range(max_rows.bit_length())]
+    sizes = {*doubled, *(rows * 3 // 2 for rows in doubled), max_rows}
+    return sorted(rows for rows in sizes if rows <= max_rows)
+
+
+def _placeholder(rows: int) -> BatchItem:
+    return BatchItem(rows, rows, 0, (0,) * -(-rows // BLOCK_TOKENS), 1)
 
 
 def gather_inputs(
@@ -86,31 +115,33 @@ def gather_inputs(
     sample_of: Mapping[int, int],
     *,
     replay_keep_tokens: int = 0,
-    shape: DecodeShape | None = None,
+    shape: GraphShape | None = None,
 ) -> StepInputs:
     """Read a step off its plan and `requests`, its sequences in plan order; updates block tables.
 
     `sample_of` maps sequence ids to their samples of the step before, for tokens that have not
-    reached the host. A decode step is padded to `shape`.
+    reached the host. The step is padded to `shape`, where every sequence has logits: those of an
+    unfinished prompt are computed and left.
     """
     num_sampled = len(requests) - plan.is_partial
     sampled = list(requests[:num_sampled])
-    # k is also the index of the token being generated (engine-semantics §5.2).
+    # k is also the index of the token being generated (docs/rules.md, R29).
     draws = [Draw(request.params, k, k - request.prompt_len)
              for request, k in zip(sampled, plan.ks, strict=False)]  # fmt: skip
     token_ids, sources = _tokens(plan, requests, sample_of)
     seqs = BatchColumns(
         plan.qs, plan.ks, plan.slots,
         list(map(_updated_table, requests, plan.num_blocks, plan.new_blocks)),
-        [1] * num_sampled + [0] * plan.is_partial,
+        [1] * num_sampled + [0 if shape is None else 1] * plan.is_partial,
         plan.full_lens if plan.is_prefill else plan.ks,
     )  # fmt: skip
     if shape is not None:
-        padding = shape.size - len(requests)
-        seqs = seqs.padded(_PLACEHOLDER, padding)
-        token_ids += _TO_COME * padding
-        sources += _ALL_GIVEN * padding
-        draws += [Draw(_NOTHING_ASKED, 0, 0)] * padding
+        padding = shape.padding(len(token_ids), len(requests))
+        added = shape.rows - len(token_ids)
+        seqs = seqs.padded(padding)
+        token_ids += _TO_COME * added
+        sources += _ALL_GIVEN * added
+        draws += [Draw(_NOTHING_ASKED, 0, 0)] * (shape.seqs - len(draws))
     host = HostBatch.lay_out(
         seqs,
         token_ids,
@@ -118,7 +149,7 @@ def gather_inputs(
         replay_keep_tokens=replay_keep_tokens if plan.is_prefill else 0,
         table_width=shape.table_width if shape is not None else 0,
     )
-    return _inputs(host, sources, sampled, draws, shape.size if shape is not None else 0)
+    return _inputs(host, sources, sampled, draws, shape)
 
 
 def _tokens(
@@ -150,11 +181,11 @@ def _updated_table(
 
 def _inputs(
     host: HostBatch, sources: "array[int]", requests: list[RequestState], draws: list[Draw],
-    graph_size: int,
+    shape: GraphShape | None,
 ) -> StepInputs:  # fmt: skip
     arrays = {
         **host.arrays,
         "sources": np.array(sources, dtype=np.int64),
         **{f"draw.{name}": column for name, column in draw_columns(draws).items()},
     }
-    return StepInputs(host, arrays, requests, draws, sampling_needs(draws), graph_size)
+    return StepInputs(host, arrays, requests, draws, sampling_needs(draws), shape)

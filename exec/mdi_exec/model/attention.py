@@ -1,4 +1,4 @@
-"""Attention of one layer: low-rank queries over window, selected entries and sink (spec, §6).
+"""Attention of a layer: low-rank queries over window, selected entries, sink (docs/model.md, 4).
 
 KV-source layers also compress; index sources also select. Everything a later layer borrows goes
 through the cache (entries, keys) or the step context (selection). Read next: `window.py`,

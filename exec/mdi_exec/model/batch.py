@@ -52,10 +52,12 @@ class BatchColumns(NamedTuple):
         assert items, "a batch needs at least one sequence"
         return cls(*zip(*items, strict=True))
 
-    def padded(self, item: BatchItem, count: int) -> "BatchColumns":
-        """Return the columns with `count` times an item at their ends."""
-        columns: Any = zip(self, item, strict=True)
-        return BatchColumns(*([*column, *[value] * count] for column, value in columns))
+    def padded(self, items: Sequence[BatchItem]) -> "BatchColumns":
+        """Return the columns with further items at their ends."""
+        if not items:
+            return self
+        columns: Any = zip(self, BatchColumns.of(items), strict=True)
+        return BatchColumns(*([*column, *more] for column, more in columns))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -185,8 +187,9 @@ class Batch:
     ) -> "Batch":
         """Lay out `items`, whose new tokens stand in `token_ids` one sequence after another.
 
-        `replay_keep_tokens` > 0 turns bounded replay on (architecture spec, §9): consumer layers
-        compute only the last that many positions of each prompt. Asserts that items fit together.
+        `replay_keep_tokens` > 0 turns bounded replay on (docs/model.md, "Two halves"): consumer
+        layers compute only the last that many positions of each prompt. Asserts that items fit
+        together.
         """
         ids = token_ids.cpu().numpy() if isinstance(token_ids, Tensor) else token_ids
         host = HostBatch.lay_out(BatchColumns.of(items), ids, replay_keep_tokens=replay_keep_tokens)

@@ -23,7 +23,8 @@ from mdi_exec.ops.row_pool import RowPool, entry_format, key_format, window_form
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLayout:
-    """What one block and one slot hold, and how many bytes that takes (architecture spec, §8).
+    """What one block and one slot hold, and how many bytes that takes (docs/model.md, "Where each
+    state lives").
 
     `max_backtrack` rows are kept beyond the strict need, so that rejected drafts can be written
     over. `with_draft` adds the draft layers' window rings.

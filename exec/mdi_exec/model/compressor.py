@@ -1,4 +1,4 @@
-"""Compressor of a KV-source layer: 1 or 2 tokens become one cached entry (architecture spec, §6.3).
+"""Compressor of a KV-source layer: 1 or 2 tokens become one cached entry (docs/model.md, 2).
 
 At ratio 1 a bfloat16 projection; at ratio 2 a gated average of the two tokens, in float32. Groups
 are anchored at absolute positions, whatever the chunks; an unfinished group's values wait in the

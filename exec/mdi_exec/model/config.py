@@ -166,7 +166,8 @@ class ModelConfig:
         )
 
 
-# A model has one shared expert everywhere (architecture spec, §2); `config_reader.py` makes sure.
+# A model has one shared expert everywhere (docs/model.md, "Dimensions"); `config_reader.py` makes
+# sure.
 _SHARED_EXPERTS = 1
 
 
@@ -241,7 +242,7 @@ def _check_dimensions(c: ModelConfig) -> None:
 
 
 def _check_groups(c: ModelConfig) -> None:
-    """KV groups: kv sources are index sources, a ratio is constant inside its group (§6.5)."""
+    """KV groups: KV sources are index sources, and a group has one ratio (docs/model.md)."""
     layers, ratios = c.num_hidden_layers, c.compress_ratios
     require(len(ratios) == layers + c.num_nextn_predict_layers, "compress_ratios", ratios,
             f"must have num_hidden_layers + num_nextn_predict_layers = "

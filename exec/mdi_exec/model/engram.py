@@ -1,4 +1,4 @@
-"""Engram: a gated lookup of hashed 2-, 3- and 4-grams, added to the streams (spec, §5).
+"""Engram: a gated lookup of hashed 2-, 3- and 4-grams, added to the streams (docs/model.md, 1).
 
 The compressed vocabulary comes from the tokenizer as a tensor; here are the hash's constants
 (`engram_hashes`), the table, and the ids carried from step to step.
@@ -94,11 +94,11 @@ def _is_prime(number: int) -> bool:
 class EngramIds:
     """The compressed ids at each row's position and the ones before it, carried across steps."""
 
-    def __init__(self, config: ModelConfig, token_map: Tensor) -> None:
+    def __init__(self, config: ModelConfig, token_map: Tensor, device: torch.device) -> None:
         vocab_size = config.vocab_size
         require(tuple(token_map.shape) == (vocab_size,), "token_map", tuple(token_map.shape),
                 f"must map vocab_size = {vocab_size} ids")  # fmt: skip
-        self.token_map = token_map.to(torch.int64)
+        self.token_map = token_map.to(device, torch.int64)
         self.pad_id = int(token_map[config.engram_pad_token_id])
         self.depth = config.engram_max_ngram_size
 

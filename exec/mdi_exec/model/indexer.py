@@ -1,4 +1,4 @@
-"""Indexer: which compressed entries a query attends to (architecture spec, §6.4).
+"""Indexer: which compressed entries a query attends to (docs/model.md, 4).
 
 An owner layer stores index keys; every index source scores them and leaves its choice in the step
 context for the layers behind it. The candidate source also leaves the blocks that later index

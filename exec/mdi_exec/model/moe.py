@@ -1,4 +1,4 @@
-"""Mixture of experts: routed FP4 experts and one shared FP8 expert (architecture spec, §7).
+"""Mixture of experts: routed FP4 experts and one shared FP8 expert (docs/model.md, 5).
 
 Sums run in expert order, per token, so the result does not depend on who else is in the batch. In a
 group of ranks each holds some of the routed experts; `exchange.py` brings rows to them and back.

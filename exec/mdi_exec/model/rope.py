@@ -1,7 +1,7 @@
 """Rotary frequencies: a plain table for window-only layers, a YaRN table for all others.
 
 A layer with compressed entries uses the YaRN table for everything, its window keys included
-(architecture spec, §6.1).
+(docs/model.md, 4).
 """
 
 import math

@@ -62,7 +62,7 @@ class Layer:
             self.attention.store_entries(a_in, ctx)
 
     def __call__(self, streams: Streams, ctx: StepContext) -> Streams:
-        """Run the layer; its entries must be stored already (architecture spec, §4.2)."""
+        """Run the layer; its entries must be stored already (docs/model.md)."""
         coefficients = self.hc_attn(streams.x)
         a_in, rounded = self.read(streams.x, streams.read, self.attn_norm)
         x = hc_write(streams.x, self.attention(a_in, rounded, ctx), coefficients)
@@ -122,7 +122,7 @@ class Transformer:
         require(token_map is not None or not hashes, "token_map", None,
                 "Engram layers need the tokenizer's compressed ids")  # fmt: skip
         self.engram_ids = (
-            EngramIds(config, token_map.to(weights.device)) if token_map is not None else None
+            EngramIds(config, token_map, weights.device) if token_map is not None else None
         )
 
     def _load_engram(

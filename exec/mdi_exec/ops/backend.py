@@ -23,15 +23,18 @@ def select(
     """Return what runs for `x`, the op's deciding input.
 
     `kernel` is "module.function" in `mdi_exec.ops.kernels`, of the same signature as `ref`; it runs
-    when x lies on a GPU and has one of `dtypes`. Kernel modules are imported when first needed: a
+    when `runs_kernels(x, dtypes)`. Kernel modules are imported when first needed: a
     machine without a GPU never loads the kernel compiler.
     """
     return ref if kernel is None or not runs_kernels(x, dtypes) else cast(F, _load(kernel))
 
 
 def runs_kernels(x: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)) -> bool:
-    """Say whether ops on `x` run on kernels, where they have one."""
-    return x.is_cuda and x.dtype in dtypes
+    """Say whether ops on `x` run on kernels, where they have one.
+
+    They do on a GPU. On the meta device they are walked through, to see which there are.
+    """
+    return (x.is_cuda or x.is_meta) and x.dtype in dtypes
 
 
 @cache

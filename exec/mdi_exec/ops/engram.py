@@ -1,6 +1,6 @@
 """Engram's two operations: hashing n-grams to table rows, and gating what was looked up.
 
-Hashing is exact int64 arithmetic (architecture spec, §5); the gate is float32.
+Hashing is exact int64 arithmetic (docs/model.md, 1); the gate is float32.
 """
 
 import torch

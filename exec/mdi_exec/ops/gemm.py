@@ -62,13 +62,17 @@ class QuantisedWeight:
         Kernels decode by one multiplication that must not overflow, which bounds the scales; it
         waits for the device, once, when the weight is loaded.
         """
-        largest = LARGEST_FP8_SCALE if self.is_fp8 else LARGEST_FP4_SCALE
-        found = int(self.scales.view(torch.uint8).max())
-        if found > largest:
-            raise ConfigError("scale", f"2^{found - 127}",
-                              f"kernels take weight scales up to 2^{largest - 127}")  # fmt: skip
+        if not self.scales.is_meta:
+            self._require_scales_fit()
         codes = pack_fp8(self.codes) if self.is_fp8 else pack_fp4(self.codes)
         return QuantisedWeight(codes, self.scales, self.values)
+
+    def _require_scales_fit(self) -> None:
+        most = LARGEST_FP8_SCALE if self.is_fp8 else LARGEST_FP4_SCALE
+        largest = int(self.scales.view(torch.uint8).max())
+        if largest > most:
+            raise ConfigError("scale", f"2^{largest - 127}",
+                              f"kernels take weight scales up to 2^{most - 127}")  # fmt: skip
 
     def dequantised(self) -> Tensor:
         """Float32 [..., N, K]; exact, since every scale is a power of two."""

@@ -1,7 +1,7 @@
 """Counter-based random numbers: a pure function of (seed, position, case, token id).
 
 Nothing here has a state, so a token's number does not depend on the row, the batch or the order
-of calls (engine-semantics §5.4). The integer part is bit-exact on every device: int64 arithmetic
+of calls (docs/rules.md, R30). The integer part is bit-exact on every device: int64 arithmetic
 that wraps modulo 2^64, with logical shifts built from arithmetic ones. The float64 logarithms of
 two devices may differ in the last place; compare tokens only where the best two scores differ by
 more than `SCORE_TOLERANCE`. Read next: `sampler.py`.

@@ -1,7 +1,7 @@
 """Hyper-connections: how a sublayer reads from and writes to the n parallel residual streams.
 
 `hc_mixes` projects the streams, `hc_split` turns the projection into the three sets of
-coefficients, `hc_read` and `hc_write` apply them (architecture spec, §4). `hc_finish` splits a
+coefficients, `hc_read` and `hc_write` apply them (docs/model.md, 3). `hc_finish` splits a
 projection that comes in parts; `hc_read_norm` reads, normalises and rounds in one pass. Which
 sublayer's read coefficients are used where ("shifted") is `transformer.py`'s business.
 """

@@ -1,8 +1,8 @@
 """How much each compressed entry matters to a query: the indexer's scores.
 
 `I_j = sum over heads of relu(q_h . k_j) * w_h`. On bfloat16 inputs the reference rounds at each
-step, as the released one does; the kernel keeps float32 inside and rounds the result (architecture
-spec, §6.4). Float32 inputs round nowhere.
+step, as the released one does; the kernel keeps float32 inside and rounds the result. Float32
+inputs round nowhere (docs/model.md, 4).
 """
 
 from typing import NamedTuple

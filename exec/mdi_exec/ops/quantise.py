@@ -1,14 +1,14 @@
 """The model's rounding primitives: FP8 and FP4 codes with one scale per group.
 
-| function            | spec name | codes | group | scale                | used for               |
+| function            | short     | codes | group | scale                | used for               |
 |---------------------|-----------|-------|-------|----------------------|------------------------|
 | `quantise_fp8`      | QA, QW    | E4M3  | 32    | E8M0, power of two   | GEMM inputs, window KV |
 | `quantise_fp4`      | QI        | E2M1  | 32    | E8M0, power of two   | index queries and keys |
 | `quantise_fp4_e4m3` | QC        | E2M1  | 16    | E4M3, any value      | compressed KV entries  |
 
-All are bit-exact: no tolerance applies (architecture spec, §3). E2M1 codes are packed two a byte,
-even element in the low nibble. Kernels keep rounded activations as bfloat16 values instead of codes
-(`quantise_activation`); the product is the same. Read next: `gemm.py`.
+All are bit-exact: no tolerance applies (docs/model.md, "Number formats"). E2M1 codes are packed two
+a byte, even element in the low nibble. Kernels keep rounded activations as bfloat16 values instead
+of codes (`quantise_activation`); the product is the same. Read next: `gemm.py`.
 """
 
 from functools import cache

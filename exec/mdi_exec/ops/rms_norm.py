@@ -1,6 +1,7 @@
 """Root-mean-square normalisation with a learned weight; statistics and product in float32.
 
-`rms_norm_round` also rounds the result for the quantised GEMM behind it (architecture spec, §3).
+`rms_norm_round` also rounds the result for the quantised GEMM behind it (docs/model.md, "Number
+formats").
 """
 
 import torch

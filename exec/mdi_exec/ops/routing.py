@@ -2,7 +2,7 @@
 
 `route` chooses experts, `group_rows` sorts the chosen (token, expert) pairs by expert and cuts them
 into tiles for a grouped matrix product, `combine` adds each token's results up. Shapes follow from
-the arguments alone, never from the choices: nothing waits for the GPU (architecture spec, §7). Read
+the arguments alone, never from the choices: nothing waits for the GPU (docs/model.md, 5). Read
 next: `expert_gemm.py`.
 """
 

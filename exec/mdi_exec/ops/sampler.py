@@ -1,4 +1,4 @@
-"""From logits to tokens: bans, temperature, top-p and top-k, Gumbel-max (engine-semantics §5.1).
+"""From logits to tokens: bans, temperature, top-p and top-k, Gumbel-max (docs/rules.md, R28).
 
 A row's result depends on that row alone. Everything that sums over the vocabulary sums integers,
 whose order does not matter: probabilities become fixed-point masses first, as in the production

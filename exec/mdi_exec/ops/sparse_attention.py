@@ -2,7 +2,7 @@
 
 One vector is key and value at once, shared by all heads. The softmax runs online over blocks of 64
 keys in list order, probabilities are rounded to the activation dtype before they multiply values,
-and the sink adds to the denominator only (architecture spec, §6.2).
+and the sink adds to the denominator only (docs/model.md, 4).
 """
 
 import torch

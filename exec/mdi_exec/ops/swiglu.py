@@ -1,7 +1,7 @@
 """The experts' activation, fused with the rounding of its result.
 
 The gate branch is clamped above only, the linear branch on both sides, and the routing weight
-multiplies before the rounding, so it changes the codes (architecture spec, §7).
+multiplies before the rounding, so it changes the codes (docs/model.md, 5).
 """
 
 import torch

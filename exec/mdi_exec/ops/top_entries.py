@@ -63,7 +63,7 @@ def candidate_blocks(scores: Tensor, visible: Tensor, block_size: int, k: int) -
     """Return the k blocks of entries with the highest maximum, ascending: int32 [T, <= k].
 
     scores [T, M]; visible [T], at most M, counts each query's entries. The block of the newest
-    visible entry is always kept (architecture spec, §6.4). -1 = none.
+    visible entry is always kept (docs/model.md, 4). -1 = none.
     """
     run = select(scores, ref=candidate_blocks_ref, kernel="top_entries.candidate_blocks")
     return run(scores, visible, block_size, k)

@@ -1,4 +1,4 @@
-"""How tokens reach experts, and hashes Engram rows, that other ranks hold (engine-semantics, §10).
+"""How tokens reach experts, and hashes Engram rows, that other ranks hold (docs/rules.md, R27).
 
 Every rank has its own batch and all of the model but the routed experts and Engram's tables, of
 which it holds one part (`ExpertShard`). In each layer all ranks exchange rows, in the same order.

@@ -1,7 +1,7 @@
 """What the ranks of a data-parallel group say to each other: ballots, row counts, the first error.
 
 Every rank has its own engine, scheduler and cache; they agree on each step's kind and run it
-together (engine-semantics §2.2, §10). What they say here are a few integers on the host, over
+together (docs/rules.md, R6 and R27). What they say here are a few integers on the host, over
 gloo, so that no device is waited for; tensors go another way. `RankGroup` itself is a group of one,
 for which all of it is a no-op. All ranks must make the same calls in the same order.
 

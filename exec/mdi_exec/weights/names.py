@@ -1,7 +1,7 @@
 """The tensors a DeepSeek-V4.1 checkpoint must hold: name, dtype and shape, from the config alone.
 
 This is a table, not a reader: it opens nothing. Names are the released ones, without the optional
-`model.` prefix; `.scale` stands beside `.weight` (architecture spec, §12). Read next:
+`model.` prefix; `.scale` stands beside `.weight` (docs/model.md, "Checkpoints"). Read next:
 `checkpoint.py` (compares files with the table), `weights/random.py` (fills it with numbers).
 """
 

@@ -1,6 +1,6 @@
 """Model dimensions to make checkpoints of: the released ones, a slice of them, and two small ones.
 
-Everything is a `config.json` in the released, nested form (architecture spec, §2 and §14). No
+Everything is a `config.json` in the released, nested form (docs/model.md, "Dimensions"). No
 weights are here (`make_checkpoint.py`), and no run-time options.
 """
 

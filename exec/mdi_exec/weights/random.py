@@ -37,7 +37,7 @@ E2M1_RMS = math.sqrt(68.5 / 8)  # of the eight magnitudes, each equally likely
 
 PIECE_ELEMENTS = 2**26  # 256 MiB of float32: bounds what is drawn at once
 
-_DTYPES = {
+DTYPES = {
     "F32": torch.float32, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu, "I8": torch.int8,
 }  # fmt: skip
@@ -174,7 +174,7 @@ class RandomSource:
     def get(self, name: str) -> Tensor:
         """Return a tensor on the source's device, in the dtype of the released file."""
         spec = self._spec(name)
-        out = torch.empty(spec.shape, dtype=_DTYPES[spec.dtype], device=self.device)
+        out = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=self.device)
         self._fill(out, name, spec)
         return out
 

@@ -1,7 +1,7 @@
 """Text to token ids and back, and the compressed vocabulary that Engram hashes.
 
 A thin layer over the `tokenizers` library: whole texts (`Tokenizer`), text as it is generated
-(`TextStream`), and `compressed_vocab_map` (architecture spec, §5). Chat templates are not here: the
+(`TextStream`), and `compressed_vocab_map` (docs/model.md, 1). Chat templates are not here: the
 caller formats its prompts. Read next: `model/engram.py` (who uses the map).
 """
 

@@ -1,4 +1,4 @@
-"""What a row and a pair cost in FLOPs, for one model: the coefficients of engine-semantics §7.1.
+"""What a row and a pair cost in FLOPs, for one model (docs/rules.md, R31).
 
 FLOPs are FP8-equivalent: per multiply-add FP4 counts 1, FP8 2, bf16 4, f32 8. Padding rows,
 replicas, norms and the draft model are not counted. Nothing here knows a machine or a time.
@@ -38,6 +38,7 @@ class WorkCoefficients(NamedTuple):
     experts_consumer_row: int
     hyper_row: int
     hyper_consumer_row: int
+    boundary_row: int  # per row that no consumer layer runs: it still leaves the producers mixed
     engram_row: int
     key_row: int
     core_pair: int
@@ -57,12 +58,17 @@ class WorkCoefficients(NamedTuple):
             + self.core_pair * core
             + self.index_pair * index
         )
-        return attn, attn + self.other_row * rows + self.other_consumer_row * consumer_rows
+        other = (
+            self.other_row * rows
+            + self.other_consumer_row * consumer_rows
+            + self.boundary_row * (rows - consumer_rows)
+        )
+        return attn, attn + other
 
 
 @lru_cache(maxsize=64)
 def coefficients(shape: ModelShape) -> WorkCoefficients:
-    """Return the coefficients of §7.1 for `shape` (FP8 attention, experts and index queries)."""
+    """Return the coefficients for `shape` (FP8 attention, experts and index queries)."""
     hidden, copies = shape.hidden_size, shape.hc_mult
     producers, consumers = shape.num_producer_layers, shape.num_consumer_layers
     index_wide = shape.index_n_heads * shape.index_head_dim
@@ -96,6 +102,7 @@ def coefficients(shape: ModelShape) -> WorkCoefficients:
         experts_consumer_row=consumers * experts,
         hyper_row=producers * hyper,
         hyper_consumer_row=consumers * hyper,
+        boundary_row=mix * copies * (copies + 2),
         engram_row=engram,
         key_row=4 * shape.head_dim * shape.index_head_dim,
         core_pair=8 * shape.num_attention_heads * shape.head_dim,

@@ -1,8 +1,8 @@
 """Parameters and bytes of a model's weights, by part.
 
 Only the backbone is counted: the draft head and the vision tower take no part in the steps
-`work.py` describes. Byte counts are those of the released formats (v41-architecture §12): routed
-experts FP4, other projections FP8, both with their scales; the rest bf16 or f32.
+`work.py` describes. Byte counts are those of the released formats (docs/model.md, "Checkpoints"):
+routed experts FP4, other projections FP8, both with their scales; the rest bf16 or f32.
 
 Read next: `work.py`, which turns them into the traffic of a step.
 """
@@ -52,7 +52,7 @@ def engram_row_bytes(shape: ModelShape) -> int:
 
 
 def weight_params(shape: ModelShape) -> dict[str, int]:
-    """Parameters by part; they sum to the backbone with its Engram tables (§13)."""
+    """Parameters by part; they sum to the backbone with its Engram tables."""
     layers, hidden, copies = shape.num_hidden_layers, shape.hidden_size, shape.hc_mult
     engram_rows, engram_columns = engram_matrix(shape)
     query_rows, query_columns = _index_query(shape)

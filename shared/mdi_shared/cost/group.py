@@ -1,5 +1,5 @@
-"""What a step of a data-parallel group takes, given what its ranks would take (engine-semantics
-§7.3).
+"""What a step of a data-parallel group takes, given what its ranks would take (docs/rules.md,
+R34).
 
 Ranks that share the experts meet in every layer, so a step ends for all of them at once: the
 slowest rank's own part, and the exchange, which grows with the rows of all ranks.
@@ -24,7 +24,7 @@ FITTED, ASSUMED = "fitted", "assumed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTerms:
-    """T = const + own * max A + rows * (sum N) / ranks, in ns, of one kind of step (§7.3).
+    """T = const + own * max A + rows * (sum N) / ranks, in ns, of one kind of step (R34).
 
     A is a rank's own time, as a rank with all experts would take; N is its rows. `own` differs
     from 1 where a rank reads only its own experts, or launches op by op what A replays as a graph.

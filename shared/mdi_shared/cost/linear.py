@@ -1,4 +1,4 @@
-"""The fitted step-time model: linear in rows, pairs and lengths (engine-semantics §7.3).
+"""The fitted step-time model: linear in rows, pairs and lengths (docs/rules.md, R32).
 
 It is coefficients and the ranges they were fitted on, readable as JSON. The fit itself is made
 elsewhere; the same model then serves the simulator and the live chunk policy.
@@ -35,7 +35,7 @@ DECODE_TERMS = ("const", "rows", "sum_k", "n_seqs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillTerms:
-    """The coefficients theta of a prefill step (§7.3): ns per unit of the `StepWork` field.
+    """The coefficients theta of a prefill step (R32): ns per unit of the `StepWork` field.
 
     `const` is ns per step. All are finite and at least 0, so that time never falls as work grows;
     a term the fit dropped is 0. `base` lists (rows, ns), ascending: up to its last entry it
@@ -62,7 +62,7 @@ class PrefillTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTerms:
-    """The coefficients of a decode step (§7.3), as in `PrefillTerms`.
+    """The coefficients of a decode step (R32), as in `PrefillTerms`.
 
     `graphs` lists captured graphs as (rows, ns), ascending. The smallest one that holds a step's
     rows replaces `const` and `rows`; a step larger than all of them runs eagerly, in no less

@@ -1,4 +1,4 @@
-"""How many (query row, key) pairs a range of rows makes: the sums of engine-semantics §7.1.
+"""How many (query row, key) pairs a range of rows makes (docs/rules.md, R31).
 
 Rows are query positions [start, stop) of one sequence in one layer; all results are exact. The
 query at position p sees floor((p + 1) / ratio) compressed entries and its own window. Nothing here
@@ -7,19 +7,19 @@ knows layers or sequences; `work.py` sums over them.
 
 
 def floor_sum(n: int, ratio: int) -> int:
-    """F of §7.1: the sum of floor(t / ratio) over t = 1..n."""
+    """Return the sum of floor(t / ratio) over t = 1..n."""
     groups = n // ratio
     return groups * (n + 1) - ratio * (groups * (groups + 1) // 2)
 
 
 def capped_sum(n: int, ratio: int, cap: int) -> int:
-    """C of §7.1: the sum of min(floor(t / ratio), cap) over t = 1..n."""
+    """Return the sum of min(floor(t / ratio), cap) over t = 1..n."""
     below = min(n, ratio * cap)
     return floor_sum(below, ratio) + (n - below) * cap
 
 
 def pairs(start: int, stop: int, ratio: int, cap: int = 0) -> int:
-    """P of §7.1: pairs of the query positions [start, stop) with 1/ratio as many entries.
+    """Return the pairs of the query positions [start, stop) with 1/ratio as many entries.
 
     A query at position p sees floor((p + 1) / ratio) entries, at most `cap` of them; 0 = no cap.
     """
@@ -29,7 +29,7 @@ def pairs(start: int, stop: int, ratio: int, cap: int = 0) -> int:
 
 
 def candidate_pairs(start: int, stop: int, block_size: int, num_blocks: int) -> int:
-    """Pairs of ratio-1 index scoring inside at most `num_blocks` candidate blocks (§7.1).
+    """Pairs of ratio-1 index scoring inside at most `num_blocks` candidate blocks (R31).
 
     The last, partly visible block counts whole.
     """
@@ -38,7 +38,7 @@ def candidate_pairs(start: int, stop: int, block_size: int, num_blocks: int) -> 
 
 
 def consumer_start(q: int, k: int, prompt_len: int, keep: int) -> int:
-    """First query position the consumer layers run; they end at k (§7.1, compact mode).
+    """First query position the consumer layers run; they end at k (R31).
 
     Every chunk keeps at least one row. `keep` = 0 means bounded replay is off.
     """

@@ -152,7 +152,7 @@ class ModelShape:
         """Table rows one Engram layer looks up per token: one per n-gram size (2..) and head."""
         return (self.engram_max_ngram_size - 1) * self.engram_n_heads
 
-    # Bytes of state (v41-architecture §8)
+    # Bytes of state (docs/model.md, "Where each state lives")
 
     @property
     def entry_bytes(self) -> int:
@@ -260,7 +260,7 @@ V41_FLASH = ModelShape(
     engram_head_dim=256,
 )
 
-# Every structural feature of the real model in 8.6 M parameters (v41-architecture §14).
+# Every structural feature of the real model in 8.6 M parameters (docs/model.md, "Dimensions").
 TINY = ModelShape(
     name="tiny",
     vocab_size=1_024,

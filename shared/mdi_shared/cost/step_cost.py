@@ -16,7 +16,7 @@ from mdi_shared.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCost:
-    """CPU time around a step, ns (engine-semantics §4.7): planning, launch, processing.
+    """CPU time around a step, ns (docs/rules.md, R26): planning, launch, processing.
 
     Prompts cost by the token: taking in those that arrive (`ingress_ns_per_token`), laying out and
     processing those of a prefill step. `prefill_launch_ns` is the time until the device can begin a
@@ -130,20 +130,8 @@ class ConstantCost:
 
 
 def group_device_ns(costs: Sequence[int]) -> int:
-    """Return the time of a group step from its ranks' own times, ns: the slowest rank's (§7.3).
+    """Return the time of a group step from its ranks' own times, ns: the slowest rank's (R34).
 
     What exchanging rows adds is in those times (a roofline's), or in `group.py`.
     """
     return max(costs)
-
-
-# A decode step runs as the smallest captured CUDA graph that holds its rows. The executor, which
-# captures them, and cost models, which must know where time jumps, take the sizes from here.
-GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-GRAPH_SIZE_STEP = 64  # between sizes beyond the last of these
-
-
-def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Return the batch sizes there are graphs for, ascending; the last one is max_num_seqs."""
-    beyond = range(GRAPH_SIZES[-1] + GRAPH_SIZE_STEP, max_num_seqs, GRAPH_SIZE_STEP)
-    return (*(size for size in (*GRAPH_SIZES, *beyond) if size < max_num_seqs), max_num_seqs)

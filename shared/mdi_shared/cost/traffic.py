@@ -82,7 +82,7 @@ def step_flops(shape: ModelShape, work: StepWork) -> ByComponent:
     dense += (c.attn_consumer_row + c.ffn_consumer_row) * consumers + c.key_row * work.key_rows
     return ByComponent(
         c.engram_row * rows,
-        c.hyper_row * rows + c.hyper_consumer_row * consumers,
+        c.hyper_row * rows + c.hyper_consumer_row * consumers + c.boundary_row * (rows - consumers),
         dense,
         c.index_pair * (work.idx_pairs_r2 + work.idx_pairs_r1),
         c.core_pair * (work.core_pairs + work.swa_pairs),

@@ -27,7 +27,7 @@ class StepWork(NamedTuple):
     Rows and lengths are tokens, per sequence summed once; pairs and `key_rows` are summed over
     the layers that compute them. `logit_rows` pass the LM head; `key_rows` are index keys made.
     `core_pairs` meet selected compressed entries, `swa_pairs` the sliding window. `flops_attn` is
-    everything §7.1 lists under attention, its projections included.
+    what attention computes (docs/rules.md, R31), its projections included.
     """
 
     is_prefill: bool
@@ -49,7 +49,7 @@ class StepWork(NamedTuple):
 
     @property
     def cached_rows(self) -> int:
-        """Context tokens whose compressed entries the step can reach: R of §7.3."""
+        """Context tokens whose compressed entries the step can reach (R32)."""
         return self.sum_k
 
 
@@ -67,7 +67,7 @@ def decode_work(shape: ModelShape, contexts: Iterable[int], q: int = 1) -> StepW
 
 
 def step_work(shape: ModelShape, plan: StepPlan) -> StepWork:
-    """Return the work of a plan; an idle rank runs the placeholder row q = k = 1 (§10)."""
+    """Return the work of a plan; an idle rank runs the placeholder row q = k = 1 (R27)."""
     if not plan.seq_ids:
         return prefill_work(shape, [(1, 1, 1)]) if plan.is_prefill else decode_work(shape, [1])
     if plan.is_prefill:
@@ -122,7 +122,7 @@ def _sum_work(shape: ModelShape, rows: Iterable[PromptRow], *, is_prefill: bool)
         sum_k += k
         max_k, min_k = max(max_k, k), min(min_k, k) if min_k else k
         sum_qk += q * k
-        # Decode charges a key per row, whether or not the row completes an entry (§7.1).
+        # Decode charges a key per row, whether or not the row completes an entry (R31).
         keys += c.source_r2_layers * (max(k // 2 - start // 2, 1) if is_prefill else q)
         idx_r2 += pairs(start, k, 2)
         idx_r1 += c.index_r1_layers * pairs(first, k, 1)

@@ -5,7 +5,7 @@ runs too large for their items to be kept can be fitted, too. Steps without rows
 ones, and steps whose device waited for its host are no measurement of the device and are left out,
 by name and count.
 
-Read next: `steps.py` (the fits), `host.py` (the host's times), engine-semantics §7.3.
+Read next: `steps.py` (the fits), `host.py` (the host's times), docs/rules.md, R32.
 """
 
 from collections import Counter

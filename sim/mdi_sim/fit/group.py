@@ -2,7 +2,7 @@
 
 Ranks wait for each other in every layer, so their own times cannot be told from a recording of the
 group. They come from a model fitted to one rank; step totals then give the group's terms
-(engine-semantics §7.3).
+(docs/rules.md, R34).
 
 Read next: `mdi_shared/cost/group.py` (the terms), `features.py` (which steps count).
 """

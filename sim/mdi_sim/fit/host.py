@@ -1,6 +1,6 @@
 """Fits the host's share of a step: planning, launch, processing, as the simulator charges them.
 
-The simulator's host does one thing after the other (engine-semantics §4.7): take in arrivals, plan,
+The simulator's host does one thing after the other (docs/rules.md, R26): take in arrivals, plan,
 launch, wait for a step, process it, and again. A recording has more marks; between two of them the
 host was busy with one of these. So planning begins when the host was done with the turn before, a
 decode step's launch ends when all work is queued, and processing begins when the device is done or

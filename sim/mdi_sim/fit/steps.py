@@ -12,13 +12,13 @@ from itertools import pairwise
 
 import numpy as np
 
+from mdi_shared.cost.graph_sizes import graph_sizes
 from mdi_shared.cost.linear import DECODE_FEATURES, PREFILL_FEATURES, DecodeTerms, PrefillTerms
-from mdi_shared.cost.step_cost import graph_sizes
 from mdi_sim.fit.features import PREFILL, Floats, Steps
 from mdi_sim.fit.robust import choose_columns, fit_nonnegative
 
 # Which of two columns that look alike goes: window and selected pairs saturate and turn into rows,
-# consumer rows are rows without bounded replay, ratio-1 pairs follow ratio-2 ones (§7.3).
+# consumer rows are rows without bounded replay, ratio-1 pairs follow ratio-2 ones (R31).
 EXPENDABLE = ("swa_pairs", "consumer_rows", "core_pairs", "idx_pairs_r1", "cached_rows", "n_seqs",
               "idx_pairs_r2")  # fmt: skip
 DECODE_EXPENDABLE = ("n_seqs", "sum_k")
@@ -62,7 +62,7 @@ def fit_steps(steps: Steps) -> FittedSteps:
 
 
 def fit_prefill(steps: Steps) -> FittedSteps:
-    """Fit theta of engine-semantics §7.3, its constant and rows as a table with bends.
+    """Fit the coefficients (docs/rules.md, R32), constant and rows as a table with bends.
 
     A few rows cost less than the constant of many: they touch fewer experts. More rows then cost
     little until arithmetic outweighs reading weights. So each stretch of rows has its own slope.

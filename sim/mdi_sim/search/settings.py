@@ -31,7 +31,8 @@ def coarse_grid(run: RunDescription, mean_context: int) -> list[SchedulerConfig]
     """Return valid settings that differ widely, the run's own not among them.
 
     Target step times are what chunks of some sizes take in the middle of a prompt of
-    `mean_context` tokens (§7.3, iii); there are none where the model is not fit for control.
+    `mean_context` tokens (docs/rules.md, R33); there are none where the model is not fit for
+    control.
     """
     base, cost = run.scheduler, run.step_cost
     budget = base.token_budget
