@@ -77,7 +77,7 @@ class GroupEngine:
         self.vocab_size = self.source.config.vocab_size
         self.more_to_come = False
         self._on_estimate = on_estimate
-        self._book = RequestBook(self.vocab_size, self.source.tokenizer, options.seed)
+        self.book = RequestBook(self.vocab_size, self.source.tokenizer, options.seed)
         self._rank_of: dict[str, int] = {}
         self._answers: dict[int, object] = {}  # by rank, to the question now asked
         self._is_serving = False
@@ -128,10 +128,6 @@ class GroupEngine:
         """Say whether requests placed on `rank` are added here: all are."""
         return 0 <= rank < self.num_ranks
 
-    def draw_seed(self, params: SamplingParams) -> SamplingParams:
-        """See `RequestBook.draw_seed`."""
-        return self._book.draw_seed(params)
-
     def expect_requests(self) -> None:
         """Let the ranks take turns; only their warm-up comes before that."""
         if not self._is_serving:
@@ -141,7 +137,7 @@ class GroupEngine:
     def check_request(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """As `LLMEngine.check_request`."""
         self._require_open()
-        self._book.check(prompt_token_ids, params)
+        self.book.check(prompt_token_ids, params)
 
     def add_request(
         self, prompt_token_ids: list[int], params: SamplingParams, req_id: str | None = None,
@@ -151,8 +147,8 @@ class GroupEngine:
         self.check_request(prompt_token_ids, params)
         self.expect_requests()
         rank, arrival_ns = rank or 0, self.now_ns() if arrival_ns is None else arrival_ns
-        with self._book.lock:
-            state = self._book.add(prompt_token_ids, params, req_id, arrival_ns, sink)
+        with self.book.lock:
+            state = self.book.add(prompt_token_ids, params, req_id, arrival_ns, sink)
             self._rank_of[state.req_id] = rank
             self._tell(rank, Add(state.req_id, prompt_token_ids, state.params, arrival_ns))
         return state.req_id
@@ -160,24 +156,24 @@ class GroupEngine:
     def abort_request(self, req_id: str) -> None:
         """As `LLMEngine.abort_request`."""
         require_name(req_id)
-        with self._book.lock:
+        with self.book.lock:
             if req_id in self._rank_of and self._stopped is None:
                 self._tell(self._rank_of[req_id], Abort(req_id))
 
     def has_unfinished_requests(self) -> bool:
         """Say whether some request has not been answered in full yet."""
-        return bool(self._book.live)
+        return bool(self.book.live)
 
     # ---- what the ranks say --------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
         """Return what became visible on any rank since the last call; see `turn`."""
         self.turn()
-        return self._book.take()
+        return self.book.take()
 
     def take_outputs(self) -> list[RequestOutput]:
         """As `LLMEngine.take_outputs`."""
-        return self._book.take()
+        return self.book.take()
 
     def turn(self) -> None:
         """Take in what became visible on any rank since the last call; waits 2 ms at most.
@@ -226,7 +222,7 @@ class GroupEngine:
             if self._stopped is None:
                 self._stopped = "it was closed"
                 self._tell_all(Close())
-            self._book.end_all()
+            self.book.end_all()
             self._end()
 
     def _require_open(self) -> None:
@@ -282,14 +278,14 @@ class GroupEngine:
                 self._note(news)
 
     def _note(self, news: OutputNews) -> None:
-        with self._book.lock:
-            state = self._book.live[news.req_id]
+        with self.book.lock:
+            state = self.book.live[news.req_id]
             if news.finish_reason is not None:
                 del self._rank_of[news.req_id]
             state.tokens.extend(news.token_ids)
             state.logprobs += news.logprobs
             state.finish_reason = news.finish_reason
-            self._book.show(state, news.token_ids)
+            self.book.show(state, news.token_ids)
 
     def _tell(self, rank: int, message: object) -> None:
         try:
@@ -318,7 +314,7 @@ class GroupEngine:
         else:
             found = next(error for error in ends.values() if error is not None)
         self._stopped = str(found)
-        self._book.end_all()
+        self.book.end_all()
         self._end(wait_s=_LAST_WORDS_S)
         return found
 
