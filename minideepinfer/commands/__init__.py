@@ -66,7 +66,8 @@ VERBS: dict[str, Verb] = {
         "retrace", "Replay a recorded run in the simulator: does it make the same decisions?"
     ),
     "warm-up": Verb(
-        "warm_up", "Compile all kernels that a model can reach, for images and first starts."
+        "warm_up",
+        "Compile all kernels that a model can reach, for images and first starts; loads no weights.",
     ),
     "make-checkpoint": Verb(
         "make_checkpoint",
