@@ -163,10 +163,10 @@ def test_an_id_in_use(llm):
         ({"kv_cache_memory_gb": 0.0}, "kv_cache_memory_gb = 0.0: must be above 0 GB"),
         ({"kv_cache_memory_gb": "1"}, "kv_cache_memory_gb = '1': must be a number"),
         ({"kv_cache_memory_gb": 0.001},
-         "kv_cache_memory_gb = 0.001: must be from 0.0325, for one request of max_model_len = 4096 "
+         "kv_cache_memory_gb = 0.001: must be from 0.0321, for one request of max_model_len = 4096 "
          "and the state of max_num_seqs = 256 (0.0315), to "),
         ({"kv_cache_memory_gb": 0.0008, "max_num_seqs": 4},
-         "kv_cache_memory_gb = 0.0008: must be from 0.0013, for one request of max_model_len = "),
+         "kv_cache_memory_gb = 0.0008: must be from 0.0011, for one request of max_model_len = "),
         ({"kv_cache_memory_gb": 1e12}, "kv_cache_memory_gb = 1000000000000.0: must be from 0.03"),
         ({"num_blocks": 5, "max_model_len": 2000},
          "num_blocks = 5: the KV pool is too small for one request of max_model_len = 2000: it "

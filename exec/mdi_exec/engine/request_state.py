@@ -15,6 +15,7 @@ from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.engine.text import OutputText
 from mdi_exec.weights.tokenizer import Tokenizer
 from mdi_shared.errors import ConfigError
+from mdi_shared.request import Request
 
 Logprobs = dict[int, float]
 ERROR = "error"  # finish reason of who still waited when the engine stopped
@@ -40,6 +41,14 @@ class RequestState:
     logprobs: list[Logprobs] = field(default_factory=list)
     block_table: "array[int]" = field(default_factory=lambda: ints32())
     finish_reason: str | None = None
+
+    def request(self) -> Request:
+        """Return what the scheduler needs to know."""
+        params = self.params
+        return Request(
+            req_id=self.req_id, prompt_len=self.prompt_len, max_tokens=params.max_tokens,
+            ignore_eos=params.ignore_eos, stop_token_ids=params.stop_token_ids,
+        )  # fmt: skip
 
     def has_stop_string(self) -> bool:
         """Say whether the text has run into one of `params.stop`; decodes what is new."""
