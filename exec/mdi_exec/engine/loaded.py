@@ -74,7 +74,10 @@ class LoadedModel:
             estimate = self._estimate(self.options, scheduler_options)
             on_estimate(self._line(estimate))
             require_fits_on(estimate, self.options.device)
-        budget = ExpansionBudget(self.options.expanded_weights_bytes, self.options.uses_kernels)
+        budget = ExpansionBudget(
+            self.options.expanded_weights_bytes, self.options.uses_kernels,
+            folds_experts=numerics is Numerics.FOLDED,
+        )  # fmt: skip
         self.transformer = Transformer(
             self.config,
             Weights(self.source.tensors, self.options.device, budget=budget, shard=self.shard),
