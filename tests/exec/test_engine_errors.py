@@ -178,7 +178,7 @@ def test_an_id_in_use(llm):
         ({"replay_keep_tokens": 10},
          "replay_keep_tokens = 10: must be 0 (off) or at least sliding_window = 128"),
         ({"replay_keep_tokens": -1}, "replay_keep_tokens = -1: must be at least 0"),
-        ({"numerics": "fp16"}, "numerics = 'fp16': must be one of quantised, float32"),
+        ({"numerics": "fp16"}, "numerics = 'fp16': must be one of quantised, float32, folded"),
         ({"device": "gpu"}, "device = 'gpu': must be cpu, cuda or cuda:<index>"),
         ({"device": "meta"}, "device = 'meta': must be cpu, cuda or cuda:<index>"),
         ({"device": "cuda:99"}, "device = 'cuda:99': torch sees "),

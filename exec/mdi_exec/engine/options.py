@@ -35,7 +35,8 @@ LOADING = (
 class EngineOptions:
     """Where and how the model runs.
 
-    `device` is a torch device name. `numerics` is "quantised" (the released rounding) or "float32".
+    `device` is a torch device name. `numerics` is "quantised" (the released rounding),
+    "folded" (experts as FP8) or "float32".
     KV blocks come from `kv_cache_memory_gb`, or from what `gpu_memory_utilization` of the device's
     memory leaves beside the weights; without either, 1 GB. `weight_cache_memory_gb` refuses to
     load a model whose weights take more. `expanded_weights_memory_gb` is spent on unpacked copies
@@ -138,7 +139,7 @@ class EngineOptions:
     @property
     def uses_kernels(self) -> bool:
         """Whether weights are for kernels: the released rounding, on a GPU."""
-        return self.device != "cpu" and self.numerics == Numerics.QUANTISED.value
+        return self.device != "cpu" and self.numerics != Numerics.FLOAT32.value
 
     @property
     def expanded_weights_bytes(self) -> float:
