@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mdi_exec.ops.backend import select
 from mdi_exec.ops.gemm import QuantisedWeight, matmul_ref
-from mdi_exec.ops.quantise import Quantised, dequantise
+from mdi_exec.ops.quantise import GROUP, Quantised, dequantise
 from mdi_exec.ops.routing import RowGroups
 
 _TILES = (16, 32, 64, 80)
@@ -36,7 +36,7 @@ def expert_gemm_ref(
     for expert, count in enumerate(groups.counts.tolist()):
         if count:
             rows = slice(start, start + count)
-            out[rows] = matmul_ref(values[rows], weights.expert(expert).dequantised())
+            out[rows] = matmul_ref(values[rows], weights.expert(expert).dequantised(), GROUP)
             start += count
     return out
 
