@@ -113,7 +113,7 @@ def measure_prefill(bench: Bench, loaded: Loaded, kind: str) -> dict[str, Any]:
     own = {"rank": bench.group.rank, "run_mean_ms": [_mean_wall(run) for run in runs],
            "step_ms": [sample.wall_ms for sample in samples],
            **_times(samples, options.new)}  # fmt: skip
-    ranks = bench.group.gather_objects(own)
+    ranks = bench.group.gather_plain(own)
     _print_ranks(name, ranks)
     step = StepShape(1, options.new, options.context)
     is_slice = options.preset == "flash-slice"
@@ -211,7 +211,7 @@ def measure_decode(bench: Bench, loaded: Loaded, kind: str) -> list[dict[str, An
         calls["graph"] = graph_of(model, batch, cache)
     found = []
     for how, call in calls.items():
-        ranks = bench.group.gather_objects(_time_decode(bench, model, call))
+        ranks = bench.group.gather_plain(_time_decode(bench, model, call))
         name, means = way_name(model, kind), over_ranks(ranks)
         found.append({
             "way": name, "exchange": kind, "n_gpus": model.exchange.size,

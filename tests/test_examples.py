@@ -1,11 +1,12 @@
 """Examples, and what README.md and docs/ show, do run.
 
 Every script of examples/ runs in a fresh interpreter. Of each document the fenced `python` blocks
-run in order, in one namespace per document, and of its `console` and `bash` blocks the lines that
-begin with `mdi` or `.venv/bin/mdi`; other lines are set-up and are left to CI. A block after a line
-`<!-- not run: reason -->` is skipped. They run in a folder that holds what the documents speak of:
-a saved run `run`, a trace `conversation.jsonl`, and checkpoints `tiny` and `runs/tiny`; `run` is a
-name in Python blocks, too.
+run in order, in one namespace per document, and so do the lines of its `bash` blocks. A block after
+a line `<!-- not run: reason -->` is skipped; commands anywhere else than in a `bash` block fail.
+They run in a folder that holds what the documents speak of: a saved run `run`, a trace
+`conversation.jsonl`, checkpoints `tiny` and `first-run/tiny`, this repository's `traces`, a fitted
+`model.json`, recordings `recorded/NAME`, and runs `one_rank/prefill`, `one_rank/decode` and
+`group/run` of one and of two ranks; `run` is a name in Python blocks, too.
 """
 
 import os
@@ -20,9 +21,14 @@ import pytest
 import rich
 
 import minideepinfer as mdi
+from tests.sim.recorded import CONFIG, TRUTH, Noisy, noisy_run, requests
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    path for path in sorted(ROOT.glob("**/*.md"))
+    if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+]  # fmt: skip
+COMMAND = re.compile(r"(\$ )?(\.venv/bin/)?(mdi|python3?|pip|pytest|torchrun) [^|]*")
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
 FENCE = re.compile(r"^(\s*)```(\w*)\s*$")
 
@@ -71,15 +77,17 @@ def blocks(document: Path) -> Iterator[Block]:
 
 
 def commands(block: Block) -> list[str]:
-    """Return the block's `mdi` command lines, continued lines joined."""
+    """Return the block's command lines, continued lines joined."""
     whole = block.text.replace("\\\n", " ").splitlines()
     bare = [line.strip().removeprefix("$ ").removeprefix(".venv/bin/") for line in whole]
-    return [line for line in bare if line.startswith("mdi ")]
+    return [line for line in bare if line and not line.startswith("#")]
 
 
 ALL = [block for document in DOCUMENTS for block in blocks(document)]
 SHELL = [
-    block for block in ALL if block.language in ("console", "bash") and commands(block)
+    pytest.param(block, id=str(block), marks=pytest.mark.skipif(bool(block.not_run), reason=str(
+        block.not_run)))
+    for block in ALL if block.language == "bash"
 ]  # fmt: skip
 PYTHON = [
     document
@@ -93,16 +101,49 @@ def work():
     return mdi.generate_workload("mooncake-conversation", num_requests=20, seed=1)
 
 
+@pytest.fixture(scope="module")
+def runs_of_ranks(tmp_path_factory):
+    """Runs to fit a group to: two of one rank, one of two."""
+    where = tmp_path_factory.mktemp("ranks")
+    for seed, name in enumerate(("one_rank/prefill", "one_rank/decode")):
+        (where / name).parent.mkdir(exist_ok=True)
+        noisy_run(trace=requests(seed=seed), seed=seed).save(where / name)
+    both = mdi.simulate(requests(seed=2), scheduler=CONFIG, cost=Noisy(TRUTH), ranks=2)
+    (where / "group").mkdir()
+    both.save(where / "group/run")
+    return where
+
+
 @pytest.fixture
-def folder(work, tmp_path, monkeypatch):
-    """An empty folder but for a run, a trace and checkpoints, and current."""
+def folder(work, runs_of_ranks, tmp_path, monkeypatch):
+    """A folder that holds what the documents speak of, and is current."""
     mdi.simulate(work).save(tmp_path / "run")
     work.save(tmp_path / "conversation.jsonl")
-    for name in ("tiny", "runs/tiny"):
+    for name in ("tiny", "first-run/tiny"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         mdi.make_checkpoint(tmp_path / name)
+    traces = ROOT / "traces"
+    for name, target in (("traces", traces), ("recorded", traces / "recorded/h200-flash-slice"),
+                         ("one_rank", runs_of_ranks / "one_rank"),
+                         ("group", runs_of_ranks / "group"),
+                         ("model.json", traces / "models/h200-flash-slice.json")):  # fmt: skip
+        (tmp_path / name).symlink_to(target)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def test_both_readmes_give_the_same_commands():
+    """The English and the Chinese one; only the drawing differs, whose words are translated."""
+    english, chinese = (
+        [(block.language, block.text, block.not_run) for block in blocks(ROOT / name)]
+        for name in ("README.md", "README.zh.md")
+    )
+    assert english[0][0] == ""
+    assert english[1:] == chinese[1:]
+
+
+def test_the_readme_fits_a_few_screens():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
@@ -126,17 +167,29 @@ def test_python_blocks_run(document, folder):
         exec(code, namespace)
 
 
-@pytest.mark.parametrize("block", SHELL, ids=str)
-def test_mdi_commands_run(block, folder):
-    if block.not_run:
-        pytest.skip(block.not_run)
+@pytest.mark.parametrize("block", SHELL)
+def test_commands_run(block, folder):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for line in commands(block):
         done = subprocess.run(
             line, shell=True, capture_output=True, text=True, check=False, cwd=folder,
-            env={**os.environ, "PATH": path}, timeout=120,
+            env={**os.environ, "PATH": path}, timeout=300,
         )  # fmt: skip
         assert done.returncode == 0, f"{line}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_commands_stand_where_they_are_run(document):
+    """No command in a block of another language, or indented as one, where nothing would run it."""
+    hidden = [f"{block}: {line.strip()}" for block in blocks(document)
+              if block.language != "bash" for line in block.text.splitlines()
+              if COMMAND.fullmatch(line.strip())]  # fmt: skip
+    text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.S | re.M)
+    hidden += [line for line in text.splitlines()
+               if line.startswith("    ") and COMMAND.fullmatch(line.strip())]  # fmt: skip
+    assert hidden == []
+    reasons = [block.not_run for block in blocks(document) if block.not_run is not None]
+    assert all(len(reason.split()) >= 2 for reason in reasons), "say why it is not run"
 
 
 def test_blocks_and_commands_are_found(tmp_path):
@@ -150,4 +203,4 @@ def test_blocks_and_commands_are_found(tmp_path):
     assert [(b.line, b.language, b.not_run) for b in found] == [
         (2, "bash", None), (8, "python", "needs a GPU"), (11, "python", None),
     ]  # fmt: skip
-    assert commands(found[0]) == ["mdi show run    --head 1  # why"]
+    assert commands(found[0]) == ["python3 -m venv .venv", "mdi show run    --head 1  # why"]

@@ -82,14 +82,14 @@ def _group_tables(cost: "LinearCost") -> list["RenderableType"]:
             for t in basis["traces"]]  # fmt: skip
     tables.append(facts_table(f"groups of {cost.group.ranks} ranks", rows))
     for kind, terms in (("prefill", cost.group.prefill), ("decode", cost.group.decode)):
-        found = basis[kind]
-        rows = [("error, shapes held out", _error(found["held_out"])),
-                ("error, own steps", _error(found)),
+        diagnosis = basis[kind]
+        rows = [("error, shapes held out", _error(diagnosis["held_out"])),
+                ("error, own steps", _error(diagnosis)),
                 ("const", f"{terms.const / 1e6:.4g} ms per step"),
                 ("own", f"{terms.own:.4g} of the slowest rank's own time"),
                 ("rows", f"{terms.rows:.6g} ns per row, mean over ranks")]  # fmt: skip
-        rows += [(f"dropped {name}", why) for name, why in found["dropped"].items()]
-        tables.append(facts_table(f"{kind}: {found['n']:,} steps of groups", rows))
+        rows += [(f"dropped {name}", why) for name, why in diagnosis["dropped"].items()]
+        tables.append(facts_table(f"{kind}: {diagnosis['n']:,} steps of groups", rows))
     return tables
 
 
@@ -102,8 +102,8 @@ def _tables(cost: "LinearCost") -> list["RenderableType"]:
     tables.append(facts_table(about, [(t["name"], f"{t['steps']:,} steps, sha256 "
                                        f"{t['sha256'][:12]}") for t in fit["traces"]]))  # fmt: skip
     for kind, terms in (("prefill", cost.prefill), ("decode", cost.decode)):
-        found = fit[kind]
-        rows = _errors(found, [trace["name"] for trace in fit["traces"]])
+        diagnosis = fit[kind]
+        rows = _errors(diagnosis, [trace["name"] for trace in fit["traces"]])
         for name, unit in fit["units"][kind].items():
             value = getattr(terms, name)
             if isinstance(value, tuple) and value:
@@ -111,37 +111,38 @@ def _tables(cost: "LinearCost") -> list["RenderableType"]:
                 rows.append((f"{name}, ms by rows", times))
             elif value:
                 rows.append((name, f"{value:.6g} {unit}"))
-        rows += [(f"dropped {name}", why) for name, why in found["dropped"].items()]
-        rows += [(f"{count:,} left out", why) for why, count in found["left_out"].items()]
-        tables.append(facts_table(f"{kind}: {found['n']:,} steps", rows))
+        rows += [(f"dropped {name}", why) for name, why in diagnosis["dropped"].items()]
+        rows += [(f"{count:,} left out", why) for why, count in diagnosis["left_out"].items()]
+        tables.append(facts_table(f"{kind}: {diagnosis['n']:,} steps", rows))
     host = [(name, f"{value / 1e3:,.3f} us") for name, value in cost.to_json()["host"].items()
             if value is not None]  # fmt: skip
-    for name, found in fit["host"].items():
-        if found["n"]:
-            host.append((name, f"{found['p50_ns'] / 1e3:,.1f} us median, "
-                         f"{found['p90_ns'] / 1e3:,.1f} P90 of {found['n']:,}"))  # fmt: skip
+    for name, times in fit["host"].items():
+        if times["n"]:
+            host.append((name, f"{times['p50_ns'] / 1e3:,.1f} us median, "
+                         f"{times['p90_ns'] / 1e3:,.1f} P90 of {times['n']:,}"))  # fmt: skip
     tables.append(facts_table("host", host))
     return tables
 
 
-def _errors(found: Mapping[str, Any], names: Sequence[str]) -> list[tuple[str, str]]:
+def _errors(diagnosis: Mapping[str, Any], names: Sequence[str]) -> list[tuple[str, str]]:
     """Return the error lines of one kind of step; `names` are the runs'."""
-    held_out, shapes = found["held_out"], found["held_out_shapes"]
+    held_out, shapes = diagnosis["held_out"], diagnosis["held_out_shapes"]
     rows = [(f"error, {held_out['by']}s held out", _error(held_out))]
     rows += [(f"  {name}", _error(each)) for name, each in held_out.get("by_class", {}).items()]
     if held_out["by"] == "recording":
         worst = max(held_out["recordings"], key=lambda each: float(each["mape"]))
         rows.append((f"  worst, {', '.join(names[run] for run in worst['runs'])}", _error(worst)))
         rows.append(("error, shapes held out", _error(shapes)))
-    rows.append(("  longest contexts held out", _error(found["extrapolation"])))
-    rows.append(("error, own steps", _error(found)))
-    if not found["usable_for_control"]:
+    rows.append(("  longest contexts held out", _error(diagnosis["extrapolation"])))
+    rows.append(("error, own steps", _error(diagnosis)))
+    if not diagnosis["usable_for_control"]:
         rows.append(("warning", "errors are too large to choose chunk sizes by"))
     return rows
 
 
-def _error(found: Mapping[str, Any]) -> str:
-    if found["mape"] is None:
-        return f"not known: {found['why_not']}"
-    return (f"{found['mape']:.1%} mean, {found['p50']:.1%} median, {found['p90']:.1%} P90, "
-            f"{found['max']:.1%} max, {found['bias']:+.1%} bias, n = {found['n']:,}")  # fmt: skip
+def _error(errors: Mapping[str, Any]) -> str:
+    if errors["mape"] is None:
+        return f"not known: {errors['why_not']}"
+    mean, median, p90, most = (f"{errors[name]:.1%}" for name in ("mape", "p50", "p90", "max"))
+    return (f"{mean} mean, {median} median, {p90} P90, {most} max, {errors['bias']:+.1%} bias, "
+            f"n = {errors['n']:,}")  # fmt: skip

@@ -129,21 +129,21 @@ def _tables(
     tables.append(facts_table("predicted device times", _examples(cost)))
     if checked:
         tables.append(facts_table("against the runs given", [
-            (f"{kind}, {found['n']:,} steps", _errors(found)) for kind, found in checked.items()
+            (f"{kind}, {errors['n']:,} steps", _errors(errors)) for kind, errors in checked.items()
         ]))  # fmt: skip
     return tables
 
 
-def _terms(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _terms(reached: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = []
-    for name, term in found["terms"].items():
+    for name, term in reached["terms"].items():
         took = f"{term['share_of_time']:.0%} of the time"
         if name == "overhead":
             rows.append(("fixed", f"{term['ns_per_layer'] / 1e3:,.0f} us per layer, {took}"))
         else:
             why = took if term["from"] == "fitted" else f"assumed, {took} is too little to tell"
             rows.append((NAMES[name], f"{term['efficiency']:.1%} of peak; {why}"))
-    rows.append(("explains the fit", _errors(found["explains_fit"])))
+    rows.append(("explains the fit", _errors(reached["explains_fit"])))
     return rows
 
 
@@ -164,6 +164,6 @@ def _examples(cost: "PredictedCost") -> list[tuple[str, str]]:
     return rows
 
 
-def _errors(found: Mapping[str, Any]) -> str:
-    return (f"{found['mape']:.1%} mean, {found['p50']:.1%} median, {found['p90']:.1%} P90, "
-            f"{found['bias']:+.1%} bias")  # fmt: skip
+def _errors(errors: Mapping[str, Any]) -> str:
+    return (f"{errors['mape']:.1%} mean, {errors['p50']:.1%} median, {errors['p90']:.1%} P90, "
+            f"{errors['bias']:+.1%} bias")  # fmt: skip

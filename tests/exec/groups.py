@@ -1,5 +1,6 @@
 """Groups of ranks in one process for tests: a thread per rank, a barrier instead of gloo."""
 
+import json
 import threading
 from contextlib import contextmanager
 from unittest import mock
@@ -75,9 +76,12 @@ class ThreadGroup(RankGroup):
         self.is_open = True
 
     def gather(self, values):
-        return self.gather_objects(tuple(int(value) for value in values))
+        return self._meet(tuple(int(value) for value in values))
 
-    def gather_objects(self, value):
+    def gather_plain(self, value):
+        return [json.loads(text) for text in self._meet(json.dumps(value))]
+
+    def _meet(self, value):
         if not self.is_open:
             raise GroupError("it was left already")
         try:

@@ -57,7 +57,18 @@ def test_a_bad_prompt_is_named_and_no_prompt_of_the_call_is_started(llm, prompt,
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ({"prompts": "text"}, "prompts = 'text': must be a list of prompts, not a single text"),
+        ({"prompts": 5}, "prompts = 5: must be a text, a list of token ids, or a list of these"),
+        ({"prompts": [[5], 6]}, "prompts = 6: each must be a text or a list of token ids"),
+        ({"prompts": {"a": 1}}, "prompts = {'a': 1}: must be a text, a list of token ids, or"),
+        ({"prompts": "\ud800"}, "prompts = '\\ud800': must be a text of Unicode characters"),
+        (
+            {"prompts": "a", "sampling_params": {"n": 2}},
+            "sampling_params = {'n': 2}: must be a SamplingParams, or a list of them",
+        ),
+        (
+            {"prompts": "a", "sampling_params": [None]},
+            "sampling_params[0] = None: must be a SamplingParams",
+        ),
         ({}, "prompts = None: give either prompts or prompt_token_ids"),
         ({"prompts": [[5]], "prompt_token_ids": [[5]]}, "give either prompts or prompt_token_ids"),
         (
@@ -77,12 +88,12 @@ def test_calls_that_contradict_themselves(llm, call, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -0.1}, "temperature = -0.1: must be at least 0 and finite (0 = greedy)"),
-        ({"temperature": float("nan")}, "temperature = nan: must be at least 0"),
+        ({"temperature": -0.1}, "temperature = -0.1: must be from 0 (greedy) to 3.4e+38"),
+        ({"temperature": float("nan")}, "temperature = nan: must be from 0"),
         ({"top_p": 0.0}, "top_p = 0.0: must be above 0 and at most 1 (1 = off)"),
         ({"top_p": 1.5}, "top_p = 1.5: must be above 0 and at most 1 (1 = off)"),
-        ({"top_k": 0}, "top_k = 0: must be at least 1, or -1 (off)"),
-        ({"max_tokens": -1}, "max_tokens = -1: must be at least 1 (0 counts as 1)"),
+        ({"top_k": 0}, "top_k = 0: must be from 1 to 2147483647, or -1 (off)"),
+        ({"max_tokens": -1}, "max_tokens = -1: must be from 1 to 2147483647 (0 counts as 1)"),
     ],
 )
 def test_bad_sampling_parameters(options, message):
@@ -109,6 +120,18 @@ def test_a_prompt_too_long_is_answered_and_stops_nobody(llm):
     outputs = llm.generate([[5] * (limit + 1), [5, 6]], SHORT)
     assert [out.finish_reason for out in outputs] == ["prompt_length_exceeded", "length"]
     assert [len(out.token_ids) for out in outputs] == [0, 3]
+    assert is_empty(llm.engine)
+
+
+@pytest.mark.parametrize("name", [5, None, ["x"], b"x", "\ud800"])
+def test_a_name_that_is_no_text(llm, name):
+    for call in (
+        lambda: llm.engine.abort_request(name),
+        lambda: llm.engine.add_request([5], SHORT, name if name is not None else 7),
+    ):
+        with pytest.raises(ConfigError) as error:
+            call()
+        assert one_line(error).endswith("must be a text of Unicode characters")
     assert is_empty(llm.engine)
 
 
@@ -140,11 +163,11 @@ def test_an_id_in_use(llm):
         ({"kv_cache_memory_gb": 0.0}, "kv_cache_memory_gb = 0.0: must be above 0 GB"),
         ({"kv_cache_memory_gb": "1"}, "kv_cache_memory_gb = '1': must be a number"),
         ({"kv_cache_memory_gb": 0.001},
-         "kv_cache_memory_gb = 0.001: must be at least 0.0316: the state of 256 sequences "
-         "(max_num_seqs) takes 0.0315 GB"),
+         "kv_cache_memory_gb = 0.001: must be from 0.0321, for one request of max_model_len = 4096 "
+         "and the state of max_num_seqs = 256 (0.0315), to "),
         ({"kv_cache_memory_gb": 0.0008, "max_num_seqs": 4},
-         "num_blocks = 21: the KV pool is too small for one request of max_model_len = 4096: it "
-         "needs num_blocks >= 41 (more KV memory), or max_model_len <= 2149"),
+         "kv_cache_memory_gb = 0.0008: must be from 0.0011, for one request of max_model_len = "),
+        ({"kv_cache_memory_gb": 1e12}, "kv_cache_memory_gb = 1000000000000.0: must be from 0.03"),
         ({"num_blocks": 5, "max_model_len": 2000},
          "num_blocks = 5: the KV pool is too small for one request of max_model_len = 2000: it "
          "needs num_blocks >= 20 (more KV memory), or max_model_len <= 511"),
@@ -155,7 +178,7 @@ def test_an_id_in_use(llm):
         ({"replay_keep_tokens": 10},
          "replay_keep_tokens = 10: must be 0 (off) or at least sliding_window = 128"),
         ({"replay_keep_tokens": -1}, "replay_keep_tokens = -1: must be at least 0"),
-        ({"numerics": "fp16"}, "numerics = 'fp16': must be one of quantised, float32"),
+        ({"numerics": "fp16"}, "numerics = 'fp16': must be one of quantised, float32, folded"),
         ({"device": "gpu"}, "device = 'gpu': must be cpu, cuda or cuda:<index>"),
         ({"device": "meta"}, "device = 'meta': must be cpu, cuda or cuda:<index>"),
         ({"device": "cuda:99"}, "device = 'cuda:99': torch sees "),
@@ -220,30 +243,52 @@ def test_a_directory_that_is_no_checkpoint(tmp_path):
 # ---- weights that are not finite ---------------------------------------------------------------
 
 
-def spoil(directory, name, row):
-    """Put a NaN into a row of a weight."""
-    file = directory / "model.safetensors"
+BROKEN = [
+    ("layers.3.ffn.gate.bias", (7,), "nan"),  # it would only select
+    ("layers.5.attn.wq_a.scale", (0, 1), "nan"),
+    ("layers.5.attn.wq_a.weight", (3, 2), "nan"),
+    ("layers.2.ffn.experts.15.w1.scale", (1, 0), "nan"),
+    ("layers.1.engram.embed.weight", (3143, 31), "nan"),
+    ("layers.0.hc_attn_scale", (2,), "inf"),
+    ("embed.weight", (17, 0), "-inf"),
+    ("norm.weight", (127,), "inf"),
+]
+
+
+@pytest.mark.parametrize(("name", "index", "value"), BROKEN, ids=lambda value: str(value))
+def test_a_weight_that_is_no_number_is_refused_by_name_and_index(copied, name, index, value):
+    file = copied / "model.safetensors"
     tensors = load_file(file)
-    tensors[name][row] = float("nan")
+    tensor = tensors[name]
+    if tensor.itemsize == 1:
+        tensor.view(torch.uint8)[index] = 0xFF
+    else:
+        tensor[index] = float(value)
     save_file(tensors, file)
+    with pytest.raises(ConfigError) as error:
+        LLM(copied, **SMALL)
+    assert one_line(error) == f"{name}{list(index)} = {value}: a weight must be a finite number"
+
+
+PARTS = {
+    "layer 5": lambda model: model.layers[5].ffn_norm.weight[3],
+    "layer 2": lambda model: model.layers[2].attention.compressor.norm.weight[0],
+    "the output head": lambda model: model.head.weight[700],
+    "the embedding": lambda model: model.embed[17],
+}
 
 
 @pytest.mark.parametrize("enable_zos", [True, False])
 @pytest.mark.parametrize(
-    ("name", "row", "where", "request_index"),
-    [
-        ("layers.5.ffn_norm.weight", 3, "layer 5", 0),
-        ("layers.2.attn.compressor.norm.weight", 0, "layer 2", 0),
-        ("head.weight", 700, "the output head", 0),
-        ("embed.weight", 17, "the embedding", 1),  # a token that only the second prompt has
-    ],
+    ("where", "request_index"),
+    # The embedding: of a token that only the second prompt has.
+    [("layer 5", 0), ("layer 2", 0), ("the output head", 0), ("the embedding", 1)],
 )
-def test_nan_is_an_error_that_names_request_and_part(
-    copied, name, row, where, request_index, enable_zos
-):
-    spoil(copied, name, row)
+def test_nan_is_an_error_that_names_request_and_part(where, request_index, enable_zos):
     threads = threading.active_count()
-    with LLM(copied, **SMALL, enable_zos=enable_zos) as llm:
+    with LLM(CHECKPOINT, **SMALL, enable_zos=enable_zos) as llm:
+        with torch.inference_mode():
+            PARTS[where](llm.rank.model).fill_(float("nan"))
         with pytest.raises(NumericsError) as error:
             llm.generate([[5, 6, 7], [3, 17], [8]], SHORT)
         assert one_line(error) == (
@@ -267,8 +312,10 @@ def test_nan_in_the_middle_keeps_what_was_shown_before():
         seen = [first]
         with pytest.raises(NumericsError):
             seen.extend(outputs)
-        assert seen[-1].token_ids == (5, 6, 9)[: len(seen)]
-        assert len(seen) >= 2
+        *shown, last = seen
+        assert (last.finish_reason, last.new_token_ids) == ("error", ())
+        assert last.token_ids == shown[-1].token_ids == (5, 6, 9)[: len(shown)]
+        assert len(shown) >= 2
 
 
 def test_a_closed_llm_says_so():

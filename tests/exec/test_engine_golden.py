@@ -93,7 +93,10 @@ def forced(file, steps):
 @pytest.fixture(scope="module")
 def files(golden):
     """Golden logits by mode and prompt length."""
-    folders = {Numerics.QUANTISED: "logits", Numerics.FLOAT32: "logits_f32"}
+    folders = {
+        Numerics.QUANTISED: "logits", Numerics.FLOAT32: "logits_f32",
+        Numerics.FOLDED: "logits",  # the released arithmetic: as near to it as other roundings
+    }  # fmt: skip
     return {
         numerics: {length: golden(f"{folder}/p{length}") for length in LENGTHS}
         for numerics, folder in folders.items()

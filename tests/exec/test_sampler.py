@@ -190,7 +190,7 @@ def mixed_batch(vocab_size):
             top_p=(1.0, 0.9, 0.5)[i % 3],
             top_k=(-1, 1, 40, 7, -1)[i % 5],
             top_logprobs=i % 6,
-            seq_seed=i * 0x9E3779B97F4A7C15,
+            seq_seed=i * 0x9E3779B97F4A7C15 % 2**64,
         )
         for i in range(64)
     ]
@@ -243,27 +243,49 @@ def test_params_defaults_and_rules():
 
 
 def test_seeds_are_taken_modulo_two_to_the_64_and_random_when_absent():
-    assert SamplingParams(seq_seed=-1).seed == 2**64 - 1
+    assert SamplingParams(seq_seed=-1).rng_seed == 2**64 - 1
     unseeded = SamplingParams()
-    drawn = [replace(unseeded).seed for _ in range(8)]
+    drawn = [replace(unseeded).rng_seed for _ in range(8)]
     assert len(set(drawn)) == 8
     assert all(0 <= seed < 2**64 for seed in drawn)
-    assert replace(unseeded, seq_seed=5).seed == 5
+    assert replace(unseeded, seq_seed=5).rng_seed == 5
+
+
+def test_other_names_mean_the_same_and_may_not_contradict():
+    given = SamplingParams(seed=7, logprobs=2, stop="end")
+    assert given == SamplingParams(seq_seed=7, top_logprobs=2, stop=["end"])
+    assert replace(given, seq_seed=8).rng_seed == 8
+    assert SamplingParams(seed=7, seq_seed=7).rng_seed == 7
+    for options, message in (
+        ({"seed": 7, "seq_seed": 8}, "seed = 7: contradicts seq_seed = 8"),
+        ({"logprobs": 1, "top_logprobs": 2}, "logprobs = 1: contradicts top_logprobs = 2"),
+        ({"seed": "x"}, "seq_seed = 'x': must be an integer"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            SamplingParams(**options)
+        assert str(caught.value).startswith(message)
+
+
+def test_samples_of_one_prompt_have_seeds_of_their_own():
+    each = [SamplingParams(n=3, seed=2**64 - 1).sample(i) for i in range(3)]
+    assert [(one.n, one.rng_seed) for one in each] == [(1, 2**64 - 1), (1, 0), (1, 1)]
+    unseeded = SamplingParams(n=3)
+    assert len({unseeded.sample(i).rng_seed for i in range(3)}) == 3
 
 
 @pytest.mark.parametrize(
     ("field", "value", "allowed"),
     [
-        ("temperature", -0.1, "at least 0"),
-        ("temperature", math.inf, "finite"),
-        ("temperature", math.nan, "finite"),
+        ("temperature", -0.1, "from 0 (greedy)"),
+        ("temperature", math.inf, "0 (greedy) to"),
+        ("temperature", math.nan, "0 (greedy) to"),
         ("temperature", "hot", "number"),
         ("top_p", 0.0, "above 0"),
         ("top_p", 1.01, "at most 1"),
         ("top_p", True, "number"),
         ("top_k", 0, "-1"),
         ("top_k", 2.0, "integer"),
-        ("max_tokens", -1, "at least 1"),
+        ("max_tokens", -1, "from 1 to"),
         ("top_logprobs", 1001, "0 .. 1000"),
         ("first_n_token_no_eos", 2, "0 or 1"),
         ("ignore_eos", 1, "true or false"),
@@ -271,12 +293,23 @@ def test_seeds_are_taken_modulo_two_to_the_64_and_random_when_absent():
         ("stop_token_ids", "ab", "integers"),
         ("golden_token_ids", (-2,), "-1"),
         ("seq_seed", 1.5, "integer"),
-        ("temprature", 1, "unknown option"),
+        ("seq_seed", 2**64, "64 bits"),
+        ("seq_seed", -(2**63) - 1, "64 bits"),
+        ("temperature", 10**400, "3.4e+38"),
+        ("temperature", 1e39, "3.4e+38"),
+        ("top_k", 2**63, "2147483647"),
+        ("max_tokens", 2**31, "2147483647"),
+        ("n", 0, "1 to"),
+        ("n", True, "integer"),
+        ("stop", "", "1 to 256"),
+        ("stop", ["a"] * 17, "at most 16"),
+        ("stop", [b"a"], "texts"),
+        ("stop", 5, "texts"),
     ],
 )
 def test_wrong_options_are_named(field, value, allowed):
     with pytest.raises(ConfigError) as caught:
-        SamplingParams.from_mapping({field: value})
+        SamplingParams(**{field: value})
     message = str(caught.value)
     assert message.startswith(f"{field} = ")
     assert allowed in message

@@ -39,14 +39,14 @@ NO_RULES = {"repeats", "check_integrity"}
 
 
 def places_that_ask():
-    found = set()
+    places = set()
     for path in CORE.rglob("*.py"):
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(function, ast.FunctionDef):
                 asks = (isinstance(node, ast.Attribute) and node.attr == "strict_upstream"
                         for node in ast.walk(function))  # fmt: skip
-                found |= {function.name} if any(asks) else set()
-    return found
+                places |= {function.name} if any(asks) else set()
+    return places
 
 
 def rows_of_the_table():

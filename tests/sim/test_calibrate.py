@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mdi_shared.cost.hardware import H200
@@ -38,8 +38,10 @@ from mdi_sim.fit.features import (
     FEATURES,
     PREFILL,
     Steps,
+    ends_with_its_launch,
     extrapolated_steps,
     gather_steps,
+    queued_ns,
     step_features,
 )
 from mdi_sim.fit.host import fit_host, host_times
@@ -292,6 +294,7 @@ ROWS = st.integers(1, 5_000)
 RENAMED = {"cached_rows": "sum_k"}  # as StepWork has it
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_arrays_are_predicted_as_single_steps_are(data):
     """The fit's formula is the model's: any terms, inside and outside of tables."""
@@ -444,6 +447,14 @@ def test_what_prompts_cost_the_host_is_found_again():
     for tokens in (100, 4_000):
         of_step = found.of_step(3, tokens, is_alone=True)
         assert of_step == pytest.approx(host.of_step(3, tokens, is_alone=True), rel=0.02)
+
+
+def test_work_without_a_launch_time_is_queued_when_it_is_handed_over():
+    """As in a simulated run, where nothing says that a step took as long as its launch."""
+    table = step_table([DECODE] * 2, t_launch=[30_000, 30_000], cpu_launch_ms=[None, 0.4],
+                       t_dev_end=[500_000, 500_000])  # fmt: skip
+    assert queued_ns(table) == pytest.approx([30_000, 430_000])
+    assert ends_with_its_launch(table).tolist() == [False, True]
 
 
 def test_host_times_of_a_recorded_timeline():

@@ -18,6 +18,7 @@ from mdi_shared.cost.shape import TINY, V41_FLASH
 from mdi_shared.cost.step_cost import HostCost
 from mdi_shared.cost.work import decode_work, prefill_work
 from mdi_shared.errors import ConfigError
+from mdi_sim.fit import reached
 from mdi_sim.fit.reached import reached_by
 from mdi_sim.fit.transfer import fitted_shape, prediction_errors, transfer
 from tests.sim.test_recorded_fit import MODELS, runs_in
@@ -89,11 +90,13 @@ def test_a_transfer_predicts_what_the_known_efficiencies_give_elsewhere():
 
 
 def test_official_prefill_figures_imply_plausible_efficiencies():
-    """Seed and production engine on B200, EP4 x DP4 (R36), and ours on one H200 (337bdce)."""
+    """Seed and production engine on B200, EP4 x DP4 (R36); ours implied, one H200 (337bdce)."""
     implied = {}
     for engine, hardware, ep, ms in (("production", B200, 4, 113.2), ("seed", B200, 4, 949.0),
                                      ("ours", H200, 1, 417.2)):  # fmt: skip
         floor = RooflineCost(hardware, V41_FLASH, ep=ep, efficiencies=PEAK)
+        if hardware is B200:
+            assert floor.device_ns(OFFICIAL) / 1e6 == pytest.approx(49.2, abs=0.05)
         share = floor.device_ns(OFFICIAL) / 1e6 / ms
         implied[engine] = share
         print(f"{engine}: {ms} ms on {hardware.name}, ep {ep}: {share:.1%} of all peak rates")  # noqa: T201 - with -s
@@ -107,7 +110,7 @@ def test_official_prefill_figures_imply_plausible_efficiencies():
 
 
 def test_the_slice_predicts_the_whole_model():
-    """Recorded on six layers; 417.2 ms were measured for forty (337bdce)."""
+    """Recorded on six layers; 417.2 ms are implied for forty by parts measured on six (337bdce)."""
     predicted = transfer(shipped("h200-flash-slice"), shape=V41_FLASH).device_ns(OFFICIAL) / 1e6
     assert predicted == pytest.approx(432.4, rel=0.01)
     assert predicted == pytest.approx(417.2, rel=0.05)
@@ -126,6 +129,20 @@ def test_other_figures_the_docs_state():
         assert fit.device_ns(decode) / 1e6 == pytest.approx(ms, rel=0.01)
     elsewhere = transfer(fit, hardware=B200, shape=V41_FLASH, ep=4)
     assert elsewhere.device_ns(OFFICIAL) / 1e6 == pytest.approx(215, rel=0.01)
+
+
+@pytest.mark.parametrize(("weight", "ms"), [(0.25, 204), (1, 215), (2, 235), (3, 233)])
+def test_how_strongly_assumptions_are_held_moves_another_gpus_times(monkeypatch, weight, ms):
+    monkeypatch.setattr(reached, "PRIOR_WEIGHT", weight * reached.PRIOR_WEIGHT)
+    cost = transfer(shipped("h200-flash-slice"), hardware=B200, shape=V41_FLASH, ep=4)
+    assert cost.device_ns(OFFICIAL) / 1e6 == pytest.approx(ms, rel=0.01)
+
+
+def test_small_steps_would_make_the_whole_model_too_slow(monkeypatch):
+    """What LEAST_ROWS was chosen by: the very step it is judged by above."""
+    monkeypatch.setattr(reached, "LEAST_ROWS", 0.0)
+    cost = transfer(shipped("h200-flash-slice"), shape=V41_FLASH)
+    assert cost.device_ns(OFFICIAL) / 1e6 == pytest.approx(1.12 * 417.2, rel=0.01)
 
 
 @pytest.mark.parametrize(("batch", "context", "predicted", "measured"), [

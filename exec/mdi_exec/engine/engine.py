@@ -11,8 +11,14 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from mdi_exec.engine.recording import NO_ARRIVAL, LaunchTimes, Recording
-from mdi_exec.engine.request_state import RequestBook, RequestOutput, RequestState
+from mdi_exec.engine.recording import NO_ARRIVAL, LaunchTimes, RankPart, Recording
+from mdi_exec.engine.request_state import (
+    RequestBook,
+    RequestOutput,
+    RequestState,
+    Sink,
+    require_name,
+)
 from mdi_exec.engine.runner import ModelRunner, Pending, StepTokens
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.errors import EngineStoppedError
@@ -32,7 +38,6 @@ from mdi_shared.loop import (
     serve,
 )
 from mdi_shared.plan import Ending, StepOutcome, StepPlan, StepResult
-from mdi_shared.request import Request
 from mdi_shared.scheduler import Scheduler
 from mdi_traces.run import Run
 
@@ -76,15 +81,14 @@ class LLMEngine:
         self.group = group if group is not None else RankGroup()
         self.more_to_come = False
         self.vocab_size = vocab_size
-        self.tokenizer = tokenizer
         self.recording = recording
-        self._book = RequestBook(vocab_size, seed)
+        self.book = RequestBook(vocab_size, tokenizer, seed)
         self._inbox: list[RequestState] = []
         self._aborts: list[str] = []
         self._by_seq: dict[int, RequestState] = {}
         self._num_submitted = 0
         self._flights: deque[_InFlight] = deque()
-        self._outputs: list[RequestOutput] = []
+        self._leaving: list[str] = []  # ended by a stop string; the scheduler is yet to hear
         self._loop = serve(scheduler, num_ranks=self.group.size)
         self._effect: Effect | None = None  # what the loop is waiting for an answer to
         self._stopped: str | None = None  # why, once it has
@@ -109,13 +113,13 @@ class LLMEngine:
 
     def add_request(
         self, prompt_token_ids: list[int], params: SamplingParams, req_id: str | None = None,
-        *, rank: int | None = None, arrival_ns: int | None = None,
+        *, rank: int | None = None, arrival_ns: int | None = None, sink: Sink | None = None,
     ) -> str:  # fmt: skip
         """Queue a request and return its id (made up from a counter if not given).
 
         `rank`, where given, must be this engine's (see `takes`). `arrival_ns`, on the clock of
         `now_ns`, is when it reached the server, where that was before this call: its latencies
-        count from there.
+        count from there. Outputs are appended to `sink`, or returned by `step` without one.
 
         Raises `ConfigError` for an empty prompt, a token id outside the vocabulary, or an id that
         is in use, and `EngineStoppedError` once the engine is closed. A prompt too long for the
@@ -123,29 +127,27 @@ class LLMEngine:
         """
         self.check_request(prompt_token_ids, params)
         assert rank is None or self.takes(rank), f"rank {rank}'s request, on {self.group.rank}"
-        with self._book.lock:
+        with self.book.lock:
+            self._require_open()  # asked again: it may have stopped meanwhile
             arrival_ns = self.now_ns() if arrival_ns is None else arrival_ns
-            state = self._book.add(prompt_token_ids, params, req_id, arrival_ns)
+            state = self.book.add(prompt_token_ids, params, req_id, arrival_ns, sink)
             self._inbox.append(state)
         return state.req_id
 
     def check_request(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raise what `add_request` would raise for this prompt; queue nothing."""
         self._require_open()
-        self._book.check(prompt_token_ids, params)
+        self.book.check(prompt_token_ids, params)
 
     def abort_request(self, req_id: str) -> None:
         """End a request at the next step; unknown and finished ids are ignored."""
-        with self._book.lock:
+        require_name(req_id)
+        with self.book.lock:
             self._aborts.append(req_id)
 
     def takes(self, rank: int) -> bool:
         """Say whether requests placed on `rank` are added here."""
         return rank == self.group.rank
-
-    def draw_seed(self, params: SamplingParams) -> SamplingParams:
-        """See `RequestBook.draw_seed`."""
-        return self._book.draw_seed(params)
 
     def expect_requests(self) -> None:
         """In a group: some rank gets requests now, so take part in turns until all are idle."""
@@ -172,7 +174,7 @@ class LLMEngine:
     @property
     def is_quiet(self) -> bool:
         """Whether the loop sleeps, since no rank has work, and nothing was added here since."""
-        return isinstance(self._effect, AwaitArrival) and not self._book.live
+        return isinstance(self._effect, AwaitArrival) and not self.book.live
 
     @property
     def is_idle(self) -> bool:
@@ -181,25 +183,38 @@ class LLMEngine:
 
     def abort_all(self) -> None:
         """End all requests at the next step."""
-        with self._book.lock:
-            self._aborts += list(self._book.live)
+        with self.book.lock:
+            self._aborts += list(self.book.live)
 
     def has_unfinished_requests(self) -> bool:
         """Say whether some request has not been answered in full yet, in a group on any rank."""
-        return bool(self._book.live) or not self._is_idle
+        return bool(self.book.live) or not self._is_idle
 
     # ---- turns ---------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Run one turn of the loop and return what became visible in it.
+        """Run one turn of the loop and return what became visible in it; see `turn`."""
+        self.turn()
+        return self.book.take()
 
-        Returns at once when there is nothing to do. Raises `NumericsError` or `DeadlockError`;
-        the engine is closed then, results of earlier steps stay valid, and every later call raises
-        `EngineStoppedError`.
+    def take_outputs(self) -> list[RequestOutput]:
+        """Return what no `step` has returned; after an error, last outputs of all who waited."""
+        return self.book.take()
+
+    def turn(self) -> None:
+        """Run one turn of the loop; its outputs go where their requests asked.
+
+        Returns at once when there is nothing to do. Raises `NumericsError` or `DeadlockError`:
+        then all who wait get a last output with the finish reason `error`, the engine is closed,
+        results of earlier steps stay valid, and every later call raises `EngineStoppedError`.
         """
-        self._guarded_turn()
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        self._require_open()
+        try:
+            with self.group.ends_with():
+                self._turn()
+        except BaseException as error:
+            self._stop(str(error) or type(error).__name__)
+            raise
 
     def recorded_run(self) -> Run | None:
         """Return the run so far, as the ranks recorded it; None elsewhere than on rank 0.
@@ -208,18 +223,24 @@ class LLMEngine:
         """
         if self.recording is None:
             return None
-        parts = self.group.gather_objects(self.recording.part(self.scheduler))
+        own = self.recording.part(self.scheduler)
+        if self.group.size == 1:
+            parts = [own]
+        else:
+            parts = [RankPart.from_plain(p) for p in self.group.gather_plain(own.to_plain())]
         if self.group.rank:
             return None
         return self.recording.describe(self.scheduler, self.group.size).build(parts)
 
     def drain(self) -> None:
-        """Run until the engine is idle; what becomes visible comes with the next `step`."""
+        """Run until the engine is idle; what becomes visible is given out as in `turn`."""
         while self.scheduler.has_unfinished() or self.scheduler.num_in_flight or not self._is_idle:
-            self._guarded_turn()
+            self.turn()
 
     def close(self, *, leaves_group: bool = True) -> None:
         """Stop the device worker, free the cache and leave the group; harmless when done twice.
+
+        Requests that still run get a last output with the finish reason `error`.
 
         Another engine may serve on in a group that was not left; no step may be in flight then.
         """
@@ -229,20 +250,12 @@ class LLMEngine:
         self._stopped = self._stopped or reason
         if leaves_group:
             self.group.close()  # first: the worker may be waiting for another rank
+        self.book.end_all()
         self.runner.close()
 
     def _require_open(self) -> None:
         if self._stopped is not None:
             raise EngineStoppedError(self._stopped)
-
-    def _guarded_turn(self) -> None:
-        self._require_open()
-        try:
-            with self.group.ends_with():
-                self._turn()
-        except BaseException as error:
-            self._stop(str(error) or type(error).__name__)
-            raise
 
     def _turn(self) -> None:
         if self._effect is None:
@@ -276,7 +289,8 @@ class LLMEngine:
 
     def _is_woken(self) -> bool:
         """Say whether any rank has news; an idle group that expects some naps a little first."""
-        has_news = self._has_news()
+        with self.book.lock:
+            has_news = bool(self._inbox or self._aborts or self._leaving)
         if self.group.size == 1:
             return has_news
         known = HAS_COME if has_news else MAY_COME if self.more_to_come else NOTHING_COMES
@@ -289,15 +303,15 @@ class LLMEngine:
             self._nap_s = _SHORTEST_NAP_S
         return heard == HAS_COME
 
-    def _has_news(self) -> bool:
-        with self._book.lock:
-            return bool(self._inbox or self._aborts)
-
     def _poll(self) -> News:
-        with self._book.lock:
-            arrived, self._inbox = self._inbox, []
+        with self.book.lock:
+            # A name is free again once the scheduler has let go of it: after this look.
+            held = {state.req_id for state in self._inbox if state.req_id in self._leaving}
+            arrived = [state for state in self._inbox if state.req_id not in held]
+            aborts = self._leaving + [name for name in self._aborts if name not in held]
+            self._inbox = [state for state in self._inbox if state.req_id in held]
+            self._aborts = [name for name in self._aborts if name in held]
             looked_ns = self._poll_ns
-            aborts, self._aborts = self._aborts, []
             self._poll_ns = self.now_ns()  # under the lock: who arrived before it is in `arrived`
         self._waited_ns = 0
         for state in arrived:  # due before the last look, but sent after it: it came in between
@@ -309,17 +323,7 @@ class LLMEngine:
             self._num_submitted += 1
             if self.recording is not None:
                 self.recording.submitted(state)
-        return News(tuple(self._request(state) for state in arrived), tuple(aborts))
-
-    def _request(self, state: RequestState) -> Request:
-        params = state.params
-        return Request(
-            req_id=state.req_id,
-            prompt_len=state.prompt_len,
-            max_tokens=params.max_tokens,
-            ignore_eos=params.ignore_eos,
-            stop_token_ids=params.stop_token_ids,
-        )
+        return News(tuple(state.request() for state in arrived), tuple(aborts))
 
     # ---- effects -------------------------------------------------------------------------------
 
@@ -369,14 +373,22 @@ class LLMEngine:
                 continue
             state.tokens.extend(new)
             state.logprobs.append(flight.tokens.logprobs[index])
+            if state.finish_reason is None and state.has_stop_string():
+                # The scheduler knows no text and will be told to end it; what steps in flight may
+                # bring of it, nobody sees.
+                state.finish_reason = "stop"
+                self._leaving.append(state.req_id)
+                self.book.show(state, new)
+            elif state.finish_reason is None and seq_id not in ended:
+                self.book.show(state, new)
             if seq_id in ended:
                 self._finish(ended[seq_id], new)
-            else:
-                self._outputs.append(RequestOutput(state, new, self.tokenizer))
 
     def _finish(self, ending: Ending, new: tuple[int, ...]) -> None:
         """Show a request's last output and forget it; steps in flight keep their own list."""
         state = self._by_seq.pop(ending.seq_id)
-        state.finish_reason = ending.reason
-        self._book.live.pop(state.req_id, None)
-        self._outputs.append(RequestOutput(state, new, self.tokenizer))
+        if state.finish_reason is None:
+            state.finish_reason = ending.reason
+            self.book.show(state, new)
+        else:
+            self._leaving.remove(state.req_id)

@@ -7,15 +7,18 @@ Read next: `options.py` (what can be set), `rank.py` (what is loaded), `engine.p
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import cast
 
 from mdi_exec.engine.engine import LLMEngine
 from mdi_exec.engine.options import EngineOptions, split_options
 from mdi_exec.engine.rank import Rank
-from mdi_exec.engine.request_state import RequestOutput
+from mdi_exec.engine.request_state import RequestOutput, Sink
 from mdi_exec.engine.sampling import SamplingParams, params_for_each
+from mdi_exec.engine.streams import OutputStream, Place, Turns
 from mdi_exec.engine.workers import GroupEngine
 from mdi_exec.model.config import ModelConfig
 from mdi_exec.ranks.parallel import RankAddress
@@ -26,6 +29,8 @@ from mdi_shared.errors import ConfigError
 from mdi_shared.placement import placement_by_name
 
 Prompt = str | Sequence[int]
+Prompts = Prompt | Sequence[Prompt]
+Params = SamplingParams | Sequence[SamplingParams]
 
 
 class LLM:
@@ -54,10 +59,14 @@ class LLM:
             self._front = GroupEngine(model, options, engine_options, on_estimate=tell)
         else:
             self._rank = Rank(model, options, address=address, on_estimate=tell)
-        self._start_placing()
+        self._placing = threading.Lock()
+        self._begin()
 
-    def _start_placing(self) -> None:
+    def _begin(self) -> None:
+        """Start afresh with the engine there is now."""
         self._placement, self._num_placed = placement_by_name(self.options.placement), 0
+        in_step = self._rank is not None and self._rank.group.size > 1
+        self._turns = Turns(self.engine, in_step=in_step, on_quiet=self.save_recording)
 
     def reopen(self, **options: object) -> None:
         """Serve on with other options: a fresh engine and cache on the weights that are loaded.
@@ -77,7 +86,7 @@ class LLM:
             raise ConfigError("data_parallel_size", size, "ranks that the LLM has started cannot "
                               "be reopened; make another LLM")  # fmt: skip
         self._rank.reopen(options)
-        self._start_placing()
+        self._begin()
 
     @property
     def _served(self) -> Rank | GroupEngine:
@@ -120,56 +129,53 @@ class LLM:
         return () if self._rank is None else self._rank.notes
 
     def generate(
-        self,
-        prompts: Sequence[Prompt] | None = None,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        prompt_token_ids: Sequence[Sequence[int]] | None = None,
-    ) -> list[RequestOutput]:
+        self, prompts: Prompts | None = None, sampling_params: Params | None = None, *,
+        prompt_token_ids: Prompts | None = None,
+    ) -> list[RequestOutput]:  # fmt: skip
         """Serve all prompts and return their final outputs, in the order of the prompts.
 
-        Prompts are texts or token ids; `prompt_token_ids` is another name for the latter. One
-        `SamplingParams` serves all, or give one per prompt. Every prompt is answered: one that
-        cannot be served has a `finish_reason` that says so.
+        A prompt is a text or token ids; give one, or a list of them. `prompt_token_ids` is another
+        name for the latter. One `SamplingParams` serves all, or give one per prompt; with its `n`
+        above 1 a prompt's outputs follow one another. Every prompt is answered: one that cannot be
+        served has a `finish_reason` that says so. Several threads may call this at a time.
         """
-        names = self._add_all(prompts, sampling_params, prompt_token_ids)
-        done: dict[str, RequestOutput] = {}
-        while self.engine.has_unfinished_requests():
-            done.update((out.req_id, out) for out in self.engine.step() if out.finished)
-        self.engine.drain()
-        self.save_recording()
-        done.update(self._outputs_elsewhere(done))
-        return [done[name] for name in names]
+        with self.stream(prompts, sampling_params, prompt_token_ids=prompt_token_ids) as outputs:
+            done = [output for output in outputs if output.finished]
+        done += self._outputs_elsewhere(done)
+        return sorted(done, key=lambda output: (output.prompt_index, output.sample_index))
 
-    def _outputs_elsewhere(self, own: dict[str, RequestOutput]) -> dict[str, RequestOutput]:
+    def _outputs_elsewhere(self, own: list[RequestOutput]) -> list[RequestOutput]:
         """Tell the other ranks under torchrun this one's outputs, and return theirs."""
         if self._rank is None or self._rank.group.size == 1:
-            return {}
+            return []
         group = self._rank.group
-        others = group.gather_objects([output.state for output in own.values()])
-        return {
-            state.req_id: RequestOutput(state, (), self.tokenizer)
-            for rank, states in enumerate(others)
-            for state in states
+        others = group.gather_plain([output.to_plain() for output in own])
+        return [
+            RequestOutput.from_plain(plain, self.tokenizer)
+            for rank, outputs in enumerate(others)
+            for plain in outputs
             if rank != group.rank
-        }
+        ]
 
     def stream(
-        self,
-        prompts: Sequence[Prompt] | None = None,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        prompt_token_ids: Sequence[Sequence[int]] | None = None,
-    ) -> Iterator[RequestOutput]:
-        """Like `generate`, but yield each request's output at every step that adds to it.
+        self, prompts: Prompts | None = None, sampling_params: Params | None = None, *,
+        prompt_token_ids: Prompts | None = None,
+    ) -> OutputStream:  # fmt: skip
+        """Like `generate`, but give each request's output at every step that adds to it.
 
-        Under torchrun each rank yields those of its own requests.
+        Requests are checked and begin now, not with the first output. Under torchrun each rank
+        gives those of its own requests.
         """
-        self._add_all(prompts, sampling_params, prompt_token_ids)
-        while self.engine.has_unfinished_requests():
-            yield from self.engine.step()
-        self.engine.drain()
-        self.save_recording()
+        requests = self._checked(prompts, sampling_params, prompt_token_ids)
+
+        def add(sink: Sink) -> Iterator[tuple[str, Place]]:
+            self.engine.expect_requests()
+            for ids, params, place in requests:
+                name = self._place(ids, params, sink)
+                if name is not None:
+                    yield name, place
+
+        return OutputStream(self._turns, add)
 
     def warm_up(self) -> None:
         """Compile kernels and capture graphs now, rather than in the first step of each size."""
@@ -202,41 +208,57 @@ class LLM:
             self._rank.group.fail(error)  # the other ranks wait for no more turns of this one
         self.close()
 
-    def _add_all(
-        self,
-        prompts: Sequence[Prompt] | None,
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        prompt_token_ids: Sequence[Sequence[int]] | None,
-    ) -> list[str]:
+    def _checked(
+        self, prompts: Prompts | None, params: Params | None, prompt_token_ids: Prompts | None
+    ) -> list[tuple[list[int], SamplingParams, Place]]:
         """Check everything first, so that a bad prompt leaves no other one half-started."""
         if (prompts is None) == (prompt_token_ids is None):
             raise ConfigError("prompts", prompts, "give either prompts or prompt_token_ids")
-        given = prompts if prompts is not None else prompt_token_ids
-        assert given is not None, "one of the two is given"
-        if isinstance(given, str):
-            raise ConfigError("prompts", given, "must be a list of prompts, not a single text")
-        all_ids = [self._encode(prompt) for prompt in given]
+        all_ids = [self._encode(prompt) for prompt in _listed(prompts, prompt_token_ids)]
         each = params_for_each(params, len(all_ids))
         for ids, one in zip(all_ids, each, strict=True):
             self.engine.check_request(ids, one)
-        self.engine.expect_requests()
-        return [self._place(ids, one) for ids, one in zip(all_ids, each, strict=True)]
+        return [
+            (ids, one.sample(sample_index), (prompt_index, sample_index))
+            for prompt_index, (ids, one) in enumerate(zip(all_ids, each, strict=True))
+            for sample_index in range(one.n)
+        ]
 
-    def _place(self, ids: list[int], params: SamplingParams) -> str:
-        """Add a request on the rank that shall serve it; all ranks under torchrun decide alike."""
-        if self.engine.num_ranks == 1:
-            return self.engine.add_request(ids, params)
-        name, params = str(self._num_placed), self.engine.draw_seed(params)
-        self._num_placed += 1
-        rank = self._placement.place(len(ids), params.max_tokens, self.engine.num_ranks)
-        if self.engine.takes(rank):
-            self.engine.add_request(ids, params, name, rank=rank)
-        return name
+    def _place(self, ids: list[int], params: SamplingParams, sink: Sink) -> str | None:
+        """Add a request on the rank that shall serve it; all ranks under torchrun decide alike.
+
+        Returns its name, None when another process has it.
+        """
+        engine = self.engine
+        if engine.num_ranks == 1:
+            return engine.add_request(ids, params, sink=sink)
+        with self._placing:
+            name, params = str(self._num_placed), engine.book.draw_seed(params)
+            self._num_placed += 1
+            rank = self._placement.place(len(ids), params.max_tokens, engine.num_ranks)
+        if not engine.takes(rank):
+            return None
+        return engine.add_request(ids, params, name, rank=rank, sink=sink)
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self.tokenizer is None:
-            raise ConfigError("prompts", prompt, "the checkpoint has no tokenizer.json; give "
-                              "token ids")  # fmt: skip
-        return self.tokenizer.encode(prompt)
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ConfigError("prompts", prompt, "the checkpoint has no tokenizer.json; give "
+                                  "token ids")  # fmt: skip
+            return self.tokenizer.encode(prompt)
+        if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | Mapping):
+            raise ConfigError("prompts", prompt, "each must be a text or a list of token ids")
+        return list(prompt)
+
+
+def _listed(prompts: Prompts | None, prompt_token_ids: Prompts | None) -> Sequence[Prompt]:
+    """Return the prompts as a list: a text, or ids alone, are one prompt."""
+    name, given = ("prompts", prompts) if prompts is not None else (
+        "prompt_token_ids", prompt_token_ids)  # fmt: skip
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, Sequence) or isinstance(given, bytes):
+        raise ConfigError(name, given, "must be a text, a list of token ids, or a list of these")
+    if given and all(isinstance(part, int) for part in given):
+        return [cast(Sequence[int], given)]
+    return cast(Sequence[Prompt], given)

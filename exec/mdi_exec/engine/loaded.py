@@ -71,20 +71,25 @@ class LoadedModel:
         numerics = Numerics(self.options.numerics)
         self.layout = CacheLayout(config=self.config, numerics=numerics)
         self.shard = ExpertShard(group.rank, group.size)
+        estimate = self._estimate(self.options, scheduler_options)
         if group.size > 1 or self.options.device != "cpu":
-            estimate = self._estimate(self.options, scheduler_options)
             on_estimate(self._line(estimate))
-            require_fits_on(estimate, self.options.device)
+        require_fits_on(estimate, self.options.device)
         if self.options.uses_kernels and self.options.compile_ahead and group.size == 1:
             self._compile_ahead(scheduler_options, on_estimate)
-        budget = ExpansionBudget(self.options.expanded_weights_bytes, self.options.uses_kernels)
+        budget = ExpansionBudget(
+            self.options.expanded_weights_bytes, self.options.uses_kernels,
+            folds_experts=numerics is Numerics.FOLDED,
+        )  # fmt: skip
+        weights = Weights(self.source.tensors, self.options.device, budget=budget, shard=self.shard)
         self.transformer = Transformer(
             self.config,
-            Weights(self.source.tensors, self.options.device, budget=budget, shard=self.shard),
+            weights,
             token_map=self.source.token_map,
             numerics=numerics,
             exchange=self._exchange(),
         )
+        weights.require_finite()
 
     def _compile_ahead(
         self, scheduler_options: Mapping[str, Any], tell: Callable[[str], None]
@@ -138,8 +143,8 @@ class LoadedModel:
         """Raise `ConfigError` unless another engine fits beside the weights, which are in."""
         if self.options.device != "cpu":
             torch.cuda.empty_cache()  # what an earlier engine held counts as free only then
-            estimate = self._estimate(options, scheduler_options)
-            require_fits_on(replace(estimate, weights=0, copies=0), options.device)
+        estimate = self._estimate(options, scheduler_options)
+        require_fits_on(replace(estimate, weights=0, copies=0), options.device)
 
     def _sized(self, options: Mapping[str, Any], kv_bytes: float) -> SchedulerConfig:
         return scheduler_config(

@@ -5,8 +5,10 @@ residual streams, plus the largest of the phases that follow one another (attent
 experts, Engram, head). Read next: `cache.py` (what a block holds), `weights/names.py`.
 """
 
+import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -248,8 +250,34 @@ def _split(estimate: MemoryEstimate) -> str:
 
 
 def require_fits_on(estimate: MemoryEstimate, device: torch.device | str) -> None:
-    """Do `require_fits` for a GPU; on a CPU weights are mapped files and nothing is checked."""
+    """Do `require_fits` for a device; a CPU's workspace, too rough a bound there, is left out."""
     on = torch.device(device)
     if on.type == "cuda":
         free, total = torch.cuda.mem_get_info(on)
         require_fits(estimate, free, total, str(device))
+    else:
+        require_fits(replace(estimate, workspace=0), *host_memory(), "this machine")
+
+
+def host_memory() -> tuple[int, int]:
+    """Return the bytes of main memory that can be had, and all of it; a container's limit counts.
+
+    Where the system does not say (it is no Linux), all of it can be had.
+    """
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    said = dict(re.findall(r"(\w+):\s+(\d+) kB", _read(Path("/proc/meminfo"))))
+    free = 1024 * int(said["MemAvailable"]) if "MemAvailable" in said else total
+    group = Path("/sys/fs/cgroup")
+    limit, used = _read(group / "memory.max").strip(), _read(group / "memory.current").strip()
+    if limit.isdecimal() and used.isdecimal():
+        cached = dict(re.findall(r"(\w+) (\d+)", _read(group / "memory.stat")))
+        kept = int(used) - int(cached.get("inactive_file", 0))
+        free, total = min(free, int(limit) - kept), min(total, int(limit))
+    return free, total
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except OSError:
+        return ""

@@ -3,6 +3,7 @@
 Read next: `mdi_shared/config.py` (the scheduler's options), `engine.py`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -22,6 +23,7 @@ DEFAULT_MAX_MODEL_LEN = 4_096
 DEFAULT_KV_CACHE_GB = 1.0
 DEFAULT_EXPANDED_WEIGHTS_GB = 1.0  # on a CPU, where only reference ops run
 DEFAULT_COPIES_GB = 16.0  # on a GPU: what all dense weights of the released model take, and more
+MOST_TIMEOUT_S = 1_000_000
 LOADING = (
     "device", "numerics", "revision", "weight_cache_memory_gb", "expanded_weights_memory_gb",
     "data_parallel_size", "expert_parallel_size", "exchange", "group_port", "group_timeout_s",
@@ -33,7 +35,8 @@ LOADING = (
 class EngineOptions:
     """Where and how the model runs.
 
-    `device` is a torch device name. `numerics` is "quantised" (the released rounding) or "float32".
+    `device` is a torch device name. `numerics` is "quantised" (the released rounding),
+    "folded" (experts as FP8) or "float32".
     KV blocks come from `kv_cache_memory_gb`, or from what `gpu_memory_utilization` of the device's
     memory leaves beside the weights; without either, 1 GB. `weight_cache_memory_gb` refuses to
     load a model whose weights take more. `expanded_weights_memory_gb` is spent on unpacked copies
@@ -107,8 +110,9 @@ class EngineOptions:
         placement_by_name(self.placement)
         if not 0 <= self.group_port < 1 << 16:
             raise ConfigError("group_port", self.group_port, "must be from 0 to 65535")
-        if not self.group_timeout_s > 0:
-            raise ConfigError("group_timeout_s", self.group_timeout_s, "must be above 0 s")
+        if not 0 < self.group_timeout_s <= MOST_TIMEOUT_S:
+            raise ConfigError("group_timeout_s", self.group_timeout_s,
+                              f"must be above 0 and at most {MOST_TIMEOUT_S:,} s")  # fmt: skip
 
     def require_group(self, size: int) -> None:
         """Raise `ConfigError` unless these options fit a group of `size` ranks."""
@@ -135,7 +139,7 @@ class EngineOptions:
     @property
     def uses_kernels(self) -> bool:
         """Whether weights are for kernels: the released rounding, on a GPU."""
-        return self.device != "cpu" and self.numerics == Numerics.QUANTISED.value
+        return self.device != "cpu" and self.numerics != Numerics.FLOAT32.value
 
     @property
     def expanded_weights_bytes(self) -> float:
@@ -244,13 +248,22 @@ def scheduler_config(
     if "num_blocks" not in wanted:
         slots = layout.bytes_per_slot * probe.num_slots
         blocks = int((kv_bytes - slots) // layout.bytes_per_block)
-        if blocks < 2:
-            least = slots + 2 * layout.bytes_per_block
+        least = slots + _fewest_blocks(probe) * layout.bytes_per_block
+        most = slots + MOST_BLOCKS * layout.bytes_per_block
+        if not least <= kv_bytes <= most:
             raise ConfigError("kv_cache_memory_gb", kv_bytes / GB,
-                              f"must be at least {least / GB:.4f}: the state of "
-                              f"{probe.max_num_seqs} sequences (max_num_seqs) takes "
-                              f"{slots / GB:.4f} GB")  # fmt: skip
+                              f"must be from {math.ceil(least / GB * 1e4) / 1e4:.4f}, for one "
+                              f"request of max_model_len = {probe.max_model_len} and the state of "
+                              f"max_num_seqs = {probe.max_num_seqs} ({slots / GB:.4f}), to "
+                              f"{most / GB:.0f}")  # fmt: skip
         wanted["num_blocks"] = blocks
     config = SchedulerConfig.from_mapping(wanted)
     config.require_pool_fits()
     return config
+
+
+def _fewest_blocks(config: SchedulerConfig) -> int:
+    """Return the smallest pool that `SchedulerConfig.require_pool_fits` lets pass."""
+    tokens = config.runtime_max_model_len
+    blocks = -(-tokens * 10 // (8 * config.block_size))
+    return max(blocks, 2)

@@ -62,6 +62,11 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
+class Ping:
+    """Say that you are there; answered at any time, while the rank loads too."""
+
+
+@dataclass(frozen=True, slots=True)
 class Serve:
     """Begin to take turns with the group."""
 
@@ -79,6 +84,11 @@ class Estimate:
     """What the rank will take of its device's memory, in words; it loads after that."""
 
     line: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    """The answer to a `Ping`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,23 +150,30 @@ def _picklable(error: Exception) -> Exception:
 class _Worker:
     def __init__(self, pipe: Connection, setup: Setup) -> None:
         self.pipe = pipe
-        self.rank = Rank(
-            setup.model, setup.options, address=setup.address,
-            on_estimate=lambda line: pipe.send(Estimate(line)),
-        )  # fmt: skip
-        self.engine = self.rank.engine
+        self._sending = threading.Lock()
         self._asked: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._serving = threading.Event()
+        self._is_loaded = threading.Event()
         self._is_closed = False
+        threading.Thread(target=self._read, name="pipe", daemon=True).start()
+        self.rank = Rank(
+            setup.model, setup.options, address=setup.address,
+            on_estimate=lambda line: self._send(Estimate(line)),
+        )  # fmt: skip
+        self.engine = self.rank.engine
+        self._is_loaded.set()
 
     def run(self) -> None:
         try:
-            threading.Thread(target=self._read, name="pipe", daemon=True).start()
-            self.pipe.send(Answer(self._ready()))
+            self._send(Answer(self._ready()))
             self._warm_up()
             self._serve()
         finally:
             self.rank.close(saves=False)  # the front does
+
+    def _send(self, message: object) -> None:
+        with self._sending:
+            self.pipe.send(message)
 
     def _ready(self) -> Ready:
         engine = self.engine
@@ -173,7 +190,7 @@ class _Worker:
             if what == "warm_up":
                 self.engine.warm_up()
             if what:
-                self.pipe.send(Answer(self._part() if what == "part" else None))
+                self._send(Answer(self._part() if what == "part" else None))
 
     def _serve(self) -> None:
         engine = self.engine
@@ -183,15 +200,15 @@ class _Worker:
             engine.more_to_come = not self._is_closed
             outputs = engine.step()
             if outputs:
-                self.pipe.send([OutputNews.of(output) for output in outputs])
+                self._send([OutputNews.of(output) for output in outputs])
             while not self._asked.empty():
                 what = self._asked.get()
                 if what == "part":
-                    self.pipe.send(Answer(self._part()))
+                    self._send(Answer(self._part()))
                 waiting_for_quiet = waiting_for_quiet or what == "quiet"
             if waiting_for_quiet and engine.is_quiet:
                 waiting_for_quiet = False
-                self.pipe.send(Answer(None))
+                self._send(Answer(None))
 
     def _part(self) -> object:
         recording = self.engine.recording
@@ -199,30 +216,32 @@ class _Worker:
         return recording.part(self.engine.scheduler)
 
     def _read(self) -> None:
-        while True:
-            try:
-                message = self.pipe.recv()
-                if isinstance(message, Add):
-                    self.engine.add_request(
-                        message.prompt_token_ids,
-                        message.params,
-                        message.req_id,
-                        arrival_ns=message.arrival_ns,
-                    )
-                elif isinstance(message, Abort):
-                    self.engine.abort_request(message.req_id)
-                elif isinstance(message, Ask):
-                    self._asked.put(message.what)
-                elif isinstance(message, Serve):
-                    self._serving.set()
-                    self._asked.put("")  # wakes whoever waits for a question
-            except EngineStoppedError:
-                return
-            except (EOFError, OSError):
-                message = Close()
-            if isinstance(message, Close):
-                self._is_closed = True
-                self.engine.abort_all()
-                self._serving.set()
-                self._asked.put("")
-                return
+        try:
+            while not self._is_closed:
+                self._obey(self.pipe.recv())
+        except EngineStoppedError:
+            return  # the main thread says why
+        except (EOFError, OSError):
+            self._obey(Close())
+
+    def _obey(self, message: object) -> None:
+        if isinstance(message, Ping):
+            self._send(Pong())
+        elif isinstance(message, Add):
+            self.engine.add_request(
+                message.prompt_token_ids, message.params, message.req_id,
+                arrival_ns=message.arrival_ns,
+            )  # fmt: skip
+        elif isinstance(message, Abort):
+            self.engine.abort_request(message.req_id)
+        elif isinstance(message, Ask):
+            self._asked.put(message.what)
+        elif isinstance(message, Serve):
+            self._serving.set()
+            self._asked.put("")  # wakes whoever waits for a question
+        elif isinstance(message, Close):
+            self._is_closed = True
+            self._is_loaded.wait()
+            self.engine.abort_all()
+            self._serving.set()
+            self._asked.put("")

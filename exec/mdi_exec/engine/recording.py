@@ -4,6 +4,8 @@ It collects integers while the engine runs and makes tables when the engine clos
 written then, atomically. Read next: `mdi_traces/recorder.py`, docs/trace-format.md.
 """
 
+import base64
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -21,7 +23,7 @@ from mdi_shared.loop import Report
 from mdi_shared.plan import StepPlan
 from mdi_shared.scheduler import Scheduler
 from mdi_traces.columns import numbers, texts
-from mdi_traces.recorder import RankRecorder
+from mdi_traces.recorder import REQUEST_FIELDS, RankRecorder, RequestLog
 from mdi_traces.requests import build_requests
 from mdi_traces.run import Run
 from mdi_traces.schema import Metadata
@@ -29,6 +31,7 @@ from mdi_traces.tables import build_run
 
 NO_PREDICTION = -1
 NO_ARRIVAL = -1
+_LOG_FIELDS = ("row", "finish_reason", *REQUEST_FIELDS)
 
 
 class LaunchTimes(NamedTuple):
@@ -145,7 +148,7 @@ class _Row(NamedTuple):
         return cls(
             state.req_id, state.arrival_ns, state.prompt_len, params.max_tokens,
             len(state.tokens) - state.prompt_len, params.temperature, params.top_p, params.top_k,
-            params.seed,
+            params.rng_seed,
         )  # fmt: skip
 
 
@@ -155,6 +158,37 @@ class RankPart:
 
     recorder: RankRecorder
     requests: list[_Row]
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as plain data, for ranks that are no children of one process."""
+        held = vars(self.recorder)
+        return {
+            "rank": self.recorder.rank,
+            "final_pool": self.recorder.final_pool,
+            "arrays": {
+                name: base64.b64encode(values.tobytes()).decode()
+                for name, values in held.items()
+                if isinstance(values, array)
+            },
+            "logs": [[getattr(log, name) for name in _LOG_FIELDS] for log in held["requests"]],
+            "requests": self.requests,
+        }
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> "RankPart":
+        """Return the part that `to_plain` took apart."""
+        recorder = RankRecorder(plain["rank"])
+        recorder.final_pool = tuple(plain["final_pool"])
+        for name, text in plain["arrays"].items():
+            values = getattr(recorder, name)
+            assert isinstance(values, array), f"{name} is no column of a recording"
+            values.frombytes(base64.b64decode(text))
+        for row, *values in plain["logs"]:
+            log = RequestLog(row, recorder.rank)
+            for name, value in zip(_LOG_FIELDS[1:], values, strict=True):
+                setattr(log, name, value)
+            recorder.requests.append(log)
+        return cls(recorder, [_Row(*row) for row in plain["requests"]])
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,12 +200,30 @@ _WHOLE_GROUPS = (
 )  # fmt: skip
 
 
+# Far above every model of this kind, and low enough that nothing larger than it should is made.
+_MOST_INT, _MOST_FLOAT = 2**20, 1e9
+_MOST = {
+    "vocab_size": 2**24, "max_position_embeddings": 2**30, "rope_original_length": 2**30,
+    "num_hidden_layers": 1_024, "num_nextn_predict_layers": 64, "num_attention_heads": 4_096,
+    "head_dim": 4_096, "index_n_heads": 4_096, "index_head_dim": 4_096, "sliding_window": 65_536,
+    "candidate_block_size": 4_096, "n_routed_experts": 16_384, "dspark_n_routed_experts": 16_384,
+    "hc_mult": 32, "hc_sinkhorn_iters": 1_000, "engram_max_ngram_size": 16, "engram_n_heads": 256,
+    "engram_head_dim": 16_384, "engram_vocab_size": 2**32, "engram_compressed_vocab_size": 2**24,
+    **{f"{name}_token_id": 2**24 for name in
+       ("engram_pad", "dspark_noise", "bos", "eos", "pad", "image")},
+    "rms_norm_eps": 0.1, "hc_eps": 0.1, "swiglu_limit": 1e6, "routed_scaling_factor": 1e6,
+}  # fmt: skip
+
+
 def _check_dimensions(c: ModelConfig) -> None:
     for name in c.__dataclass_fields__:
         value = getattr(c, name)
         if isinstance(value, int | float):
-            require(value > 0 or (value == 0 and name in _MAY_BE_ZERO), name, value,
-                    f"must be {'at least' if name in _MAY_BE_ZERO else 'above'} 0")  # fmt: skip
+            most = _MOST.get(name, _MOST_INT if isinstance(value, int) else _MOST_FLOAT)
+            is_low = value < 0 or (value == 0 and name not in _MAY_BE_ZERO)
+            require(not is_low and value <= most, name, value,
+                    f"must be {'at least' if name in _MAY_BE_ZERO else 'above'} 0 and at most "
+                    f"{most:,}")  # fmt: skip
     for name in _WHOLE_GROUPS:
         require(getattr(c, name) % QUANT_GROUP == 0, name, getattr(c, name),
                 f"must be a multiple of {QUANT_GROUP}, the inputs one scale covers")  # fmt: skip

@@ -43,7 +43,7 @@ class Quantised(NamedTuple):
 
     def rows(self, index: Tensor | slice) -> "Quantised":
         """Select along the first dimension."""
-        return Quantised(self.codes[index], self.scales[index])
+        return Quantised(*(t.view(torch.uint8)[index].view(t.dtype) for t in self))
 
 
 def power_of_two_ceil(values: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from mdi_shared.errors import ConfigError
 
 Config = dict[str, Any]
 
+MANY_EXPERTS = 4_096
 MANY_LAYERS, FEW_LAYERS = 40, 6  # a slice has at most all layers, at least one of every kind
 SLICE_SOURCE_STRIDE = 6  # layers from one ratio-2 KV source to the next, as in the release
 SLICE_REINDEX_STRIDE = 4  # consumer layers from one selection to the next, as in the release
@@ -120,6 +121,10 @@ def preset_config(
         config = _nested(_SMALL, _SMALL_VISION, image_token_id=8190)
     text = config["text_config"]
     if num_experts is not None:
+        least = text["num_experts_per_tok"]
+        if not least <= num_experts <= MANY_EXPERTS:
+            raise ConfigError("experts", num_experts, f"must be from {least}, those a token takes, "
+                              f"to {MANY_EXPERTS}")  # fmt: skip
         text["n_routed_experts"] = num_experts
     if not with_draft:
         text["num_nextn_predict_layers"] = 0

@@ -5,12 +5,13 @@ A thin layer over the `tokenizers` library: whole texts (`Tokenizer`), text as i
 caller formats its prompts. Read next: `model/engram.py` (who uses the map).
 """
 
+import codecs
 from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
 import torch
-from tokenizers import normalizers
+from tokenizers import decoders, normalizers
 from torch import Tensor
 
 from mdi_shared.errors import ConfigError
@@ -19,11 +20,37 @@ REPLACEMENT = "\ufffd"  # what bytes that are no UTF-8 decode to
 LONE_SPACE = "\ue000"  # stands for a text of one space while texts are stripped
 
 
+def _byte_spellings() -> list[str]:
+    """Return the character that stands for each byte in a byte-level vocabulary.
+
+    Printable Latin-1 characters stand for themselves; the other bytes, in order, for U+0100 and on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+_BYTE_OF = {char: byte for byte, char in enumerate(_byte_spellings())}
+
+
+def _spelled_bytes(spelling: str) -> bytes:
+    """Return what a vocabulary entry stands for: bytes, or itself if it is not spelled so."""
+    if all(char in _BYTE_OF for char in spelling):
+        return bytes(_BYTE_OF[char] for char in spelling)
+    return spelling.encode()
+
+
 class Tokenizer:
     """A byte-level BPE tokenizer from a tokenizer.json."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        if not isinstance(backend.decoder, decoders.ByteLevel):
+            raise ConfigError("tokenizer.decoder", type(backend.decoder).__name__,
+                              "only ByteLevel is implemented")  # fmt: skip
         self.backend = backend
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._bytes: dict[int, bytes] = {}
 
     @classmethod
     def from_file(cls, path: str | Path) -> "Tokenizer":
@@ -33,9 +60,10 @@ class Tokenizer:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError("tokenizer", str(path), f"cannot be read: {error}") from error
         try:
-            return cls(tokenizers.Tokenizer.from_str(text))
+            backend = tokenizers.Tokenizer.from_str(text)
         except Exception as error:
             raise ConfigError("tokenizer", str(path), f"is no tokenizer.json: {error}") from error
+        return cls(backend)
 
     @property
     def vocab_size(self) -> int:
@@ -43,12 +71,27 @@ class Tokenizer:
         return max(self.backend.get_vocab().values(), default=-1) + 1
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`; special tokens written out in it become their ids."""
-        return list(self.backend.encode(text, add_special_tokens=False).ids)
+        """Return the ids of `text`; special tokens written out in it become their ids.
+
+        Raises `ConfigError` for half characters, which no file or terminal gives.
+        """
+        try:
+            return list(self.backend.encode(text, add_special_tokens=False).ids)
+        except TypeError as error:  # the library's word for a lone surrogate
+            raise ConfigError("prompts", text, "must be a text of Unicode characters") from error
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`; bytes that are no UTF-8 become U+FFFD."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int, *, skip_special_tokens: bool = True) -> bytes:
+        """Return what an id adds to the text; nothing for ids that are undefined or skipped."""
+        if skip_special_tokens and token_id in self._special_ids:
+            return b""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = _spelled_bytes(self.token(token_id) or "")
+        return found
 
     def token(self, token_id: int) -> str | None:
         """Return the vocabulary's own spelling of an id, None for one it does not define."""
@@ -56,34 +99,30 @@ class Tokenizer:
 
 
 class TextStream:
-    """Decodes ids as they come; what `push` and `flush` return joins to the whole text.
+    """Decodes ids as they come; what `push` and `flush` return joins to `Tokenizer.decode` of all.
 
-    A character's bytes may be spread over tokens, so text that ends in U+FFFD is held back until
-    the next token, or the end, decides what it is.
+    Each id is looked at once. A character's bytes may be spread over tokens: at most three bytes
+    are held back for it, until they are a character or cannot become one (U+FFFD then).
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
-        self._held: list[int] = []
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, *ids: int) -> str:
         """Add ids; return the text that became certain."""
-        self._held += ids
-        text = self._text()
-        if text.endswith(REPLACEMENT):
-            return ""
-        self._held.clear()
-        return text
+        spell = self.tokenizer.token_bytes
+        skips = self.skip_special_tokens
+        return "".join(
+            [self._decoder.decode(spell(token, skip_special_tokens=skips)) for token in ids]
+        )
 
     def flush(self) -> str:
         """Return what was held back; the stream starts afresh."""
-        text = self._text()
-        self._held.clear()
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
         return text
-
-    def _text(self) -> str:
-        return self.tokenizer.decode(self._held, skip_special_tokens=self.skip_special_tokens)
 
 
 def compressed_vocab_map(tokenizer: Tokenizer, vocab_size: int | None = None) -> Tensor:

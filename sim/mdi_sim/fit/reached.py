@@ -29,7 +29,8 @@ OVERHEAD = "overhead"
 PRIOR_WEIGHT = 0.05
 LEAST_SHARE = 0.03  # of the recorded time: a resource below it stays as assumed
 # Of the largest prefill step's rows, the least that say what hardware reaches: with fewer, launches
-# and the experts that happen to be touched decide, which no roofline explains.
+# and the experts that happen to be touched decide, which no roofline explains. Chosen with the step
+# in view that transfer is judged by (docs/calibration.md).
 LEAST_ROWS = 1 / 64
 POINTS = {"rows": 8, "n_seqs": 5, "lengths": 6}  # of the grid, per feature
 
@@ -91,21 +92,22 @@ def reached_by(
     memory = np.array([[part.memory_ns for part in each] for each in parts])
     solver = _Explanation(compute, memory, times, expected or Efficiencies())
     assumed: tuple[str, ...] = ()
-    found = solver.solve(assumed)
-    shares = solver.shares(found)
-    while weak := tuple(n for n in RESOURCES if n not in assumed and shares[n] < LEAST_SHARE):
-        assumed += weak
-        found = solver.solve(assumed)
-        shares = solver.shares(found)
-    layers = shape.num_hidden_layers
+    while True:
+        solution = solver.solve(assumed)
+        shares = solver.shares(solution)
+        weak = [n for n in RESOURCES if n not in assumed and shares[n] < LEAST_SHARE]
+        if not weak:
+            break
+        assumed += tuple(weak)
+    fp8, bf16, fp32, memory_share, fixed_ns = solution
     return Reached(
         efficiencies=Efficiencies(
-            tensor=found[0], tensor_bf16=found[1], vector=found[2], memory=found[3],
-            overhead_ns_per_layer=int(found[4] / layers + 0.5),
+            tensor=fp8, tensor_bf16=bf16, vector=fp32, memory=memory_share,
+            overhead_ns_per_layer=int(fixed_ns / shape.num_hidden_layers + 0.5),
         ),
         shares=shares,
         assumed=tuple(name for name in RESOURCES if name in assumed),
-        fit=errors(times, solver.predict(found)),
+        fit=errors(times, solver.predict(solution)),
     )  # fmt: skip
 
 
@@ -155,14 +157,14 @@ class _Explanation:
         """Return the part of the time each resource takes, mean over the steps."""
         compute, memory = self._slowed(solution)
         whole = self.predict(solution)
-        by_compute = np.where(compute >= memory, compute, 0.0)
-        found = {"memory": float((np.where(compute < memory, memory, 0.0).sum(axis=1)
-                                  / whole).mean())}  # fmt: skip
-        for index, name in enumerate(RESOURCES[:-1]):
-            mine = [i for i, unit in enumerate(self._unit) if unit == index]
-            found[name] = float((by_compute[:, mine].sum(axis=1) / whole).mean())
-        found[OVERHEAD] = float((solution[4] / whole).mean())
-        return found
+        by_compute = np.where(compute >= memory, compute, 0.0).T @ (1 / whole) / len(whole)
+        shares = {
+            name: float(by_compute[np.equal(self._unit, index)].sum())
+            for index, name in enumerate(RESOURCES[:-1])
+        }
+        shares["memory"] = float((np.where(compute < memory, memory, 0.0).sum(1) / whole).mean())
+        shares[OVERHEAD] = float((solution[4] / whole).mean())
+        return shares
 
     def _slowed(self, solution: Sequence[float]) -> tuple[Floats, Floats]:
         return (self._compute / np.array([solution[i] for i in self._unit]),
@@ -181,18 +183,16 @@ def _grid(fitted: LinearCost, shape: ModelShape, *, is_prefill: bool) -> list[St
     for name in ("rows", "n_seqs", lengths):
         if name not in ranges:
             raise ConfigError(f"ranges.{name}", None, "is missing: the model has seen no such step")
-    found = []
     low, high = ranges["rows"]
     least = max(low, int(high * LEAST_ROWS)) if is_prefill else low
-    for rows in _spread((least, high), POINTS["rows"]):
-        for n_seqs in _spread(ranges["n_seqs"], POINTS["n_seqs"]) if is_prefill else [rows]:
-            for total in _spread(ranges[lengths], POINTS["lengths"]):
-                if n_seqs > rows or rows > total:
-                    continue
-                works = even_work(shape, rows, n_seqs, total, is_prefill=is_prefill)
-                if fitted.in_range(works):
-                    found.append(works)
-    return found
+    works = [
+        even_work(shape, rows, n_seqs, total, is_prefill=is_prefill)
+        for rows in _spread((least, high), POINTS["rows"])
+        for n_seqs in (_spread(ranges["n_seqs"], POINTS["n_seqs"]) if is_prefill else [rows])
+        for total in _spread(ranges[lengths], POINTS["lengths"])
+        if n_seqs <= rows <= total
+    ]
+    return [work for work in works if fitted.in_range(work)]
 
 
 def _spread(seen: tuple[int, int], count: int) -> list[int]:

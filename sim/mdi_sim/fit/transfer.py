@@ -60,7 +60,7 @@ def transfer(
         "held_out_mape": {
             kind: fitted.fit.get(kind, {}).get("held_out_mape") for kind in (PREFILL, DECODE)
         },
-        **{kind: found.describe() for kind, found in reached.items()},
+        **{kind: each.describe() for kind, each in reached.items()},
     }
     return PredictedCost(
         hardware=hardware if hardware is not None else source,
@@ -76,9 +76,9 @@ def transfer(
 def known_hardware(fitted: LinearCost) -> Hardware:
     """Return the peak rates of the hardware whose name a fitted model states, as "NVIDIA H200"."""
     stated = str(fitted.fit.get("hardware"))
-    found = hardware_in(stated)
-    if found is not None:
-        return found
+    hardware = hardware_in(stated)
+    if hardware is not None:
+        return hardware
     raise ConfigError("from_hardware", stated, "is what the model was fitted on, and no known peak "
                       f"rates bear that name: state one of {', '.join(HARDWARE)}")  # fmt: skip
 
@@ -114,13 +114,13 @@ def prediction_errors(
     if isinstance(stated, dict) and shape_from_mapping(stated) != cost.shape:
         raise ConfigError("model", cost.shape.name, f"is predicted, but {runs[0].name} has the "
                           f"dimensions of {runs[0].metadata.model}")  # fmt: skip
-    found = {}
+    by_kind = {}
     for kind in (PREFILL, DECODE):
         steps = gather_steps([run.steps for run in runs], kind)
         if len(steps):
             predicted = [cost.device_ns(work) for work in _works(steps, cost.shape)]
-            found[kind] = errors(steps.ns, np.array(predicted, dtype=np.float64))
-    return found
+            by_kind[kind] = errors(steps.ns, np.array(predicted, dtype=np.float64))
+    return by_kind
 
 
 def _works(steps: Steps, shape: ModelShape) -> list[StepWork]:
