@@ -34,6 +34,17 @@ class ConfigError(MiniDeepInferError):
         return f"{self.field} = {self.value!r}: {self.allowed}"
 
 
+def require(holds: bool, field: str, value: object, allowed: str) -> None:
+    """Raise `ConfigError` unless `holds`."""
+    if not holds:
+        raise ConfigError(field, value, allowed)
+
+
+def require_int(field: str, value: object, least: int) -> None:
+    """Raise `ConfigError` unless `value` is an int, no bool, of at least `least`."""
+    require(type(value) is int and value >= least, field, value, f"must be at least {least}")
+
+
 class TraceError(MiniDeepInferError):
     """A trace file cannot be used; the message names file, row and column where they are known."""
 
