@@ -7,13 +7,13 @@ executor's model configuration, and it reads no file.
 Read next: `footprint.py` (weights), `work.py` (rows, pairs and FLOPs of a step), `step_cost.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-from mdi_shared.errors import ConfigError, require
+from mdi_shared.errors import ConfigError, Rule, require_rules
 
 SCALE_GROUP = 32  # values per E8M0 scale byte of index keys and window entries
 
@@ -60,29 +60,32 @@ class ModelShape:
     replay_keep_tokens: int = 0
 
     def __post_init__(self) -> None:
+        require_rules(self, self._rules())
+
+    def _rules(self) -> Iterator[Rule]:
         ratios, boundary = self.compress_ratios, self.n_prefill_layer
-        require(bool(ratios) and all(r in (0, 1, 2) for r in ratios), "compress_ratios", ratios,
-                "needs one of 0, 1, 2 per layer")  # fmt: skip
-        require(all(r == 1 for r in ratios[boundary:]), "compress_ratios", ratios,
-                "must stay 1 from the first ratio-1 layer on")  # fmt: skip
+        yield ("compress_ratios", bool(ratios) and all(r in (0, 1, 2) for r in ratios),
+               "needs one of 0, 1, 2 per layer")  # fmt: skip
+        yield ("compress_ratios", all(r == 1 for r in ratios[boundary:]),
+               "must stay 1 from the first ratio-1 layer on")  # fmt: skip
         sources, indexed = self.kv_source_layer_ids, self.index_source_layer_ids
         for name, layers in (("kv_source_layer_ids", sources), ("index_source_layer_ids", indexed)):
-            require(list(layers) == sorted(set(layers)), name, layers, "must be ascending")
-            require(all(0 <= i < len(ratios) and ratios[i] for i in layers), name, layers,
-                    "must name layers of ratio 1 or 2")  # fmt: skip
-        require(set(sources) <= set(indexed), "kv_source_layer_ids", sources,
-                f"must be among the index sources {indexed}")  # fmt: skip
+            yield name, list(layers) == sorted(set(layers)), "must be ascending"
+            yield (name, all(0 <= i < len(ratios) and ratios[i] for i in layers),
+                   "must name layers of ratio 1 or 2")  # fmt: skip
+        yield ("kv_source_layer_ids", set(sources) <= set(indexed),
+               f"must be among the index sources {indexed}")  # fmt: skip
         candidate = self.candidate_source_layer_id
-        require(candidate in indexed and candidate >= boundary, "candidate_source_layer_id",
-                candidate, f"must be an index source of ratio 1, from {boundary} on")  # fmt: skip
-        engrams, tables = self.engram_layer_ids, self.engram_num_embeddings
-        require(all(0 <= i < boundary for i in engrams), "engram_layer_ids", engrams,
-                f"must be below the first ratio-1 layer, {boundary}")  # fmt: skip
-        require(len(tables) == len(engrams), "engram_num_embeddings", tables,
-                "needs one number of rows per Engram layer")  # fmt: skip
+        yield ("candidate_source_layer_id", candidate in indexed and candidate >= boundary,
+               f"must be an index source of ratio 1, from {boundary} on")  # fmt: skip
+        yield ("engram_layer_ids", all(0 <= i < boundary for i in self.engram_layer_ids),
+               f"must be below the first ratio-1 layer, {boundary}")  # fmt: skip
+        yield ("engram_num_embeddings",
+               len(self.engram_num_embeddings) == len(self.engram_layer_ids),
+               "needs one number of rows per Engram layer")  # fmt: skip
         keep = self.replay_keep_tokens
-        require(keep == 0 or keep >= self.sliding_window, "replay_keep_tokens", keep,
-                f"must be 0 (off) or at least sliding_window = {self.sliding_window}")  # fmt: skip
+        yield ("replay_keep_tokens", keep == 0 or keep >= self.sliding_window,
+               f"must be 0 (off) or at least sliding_window = {self.sliding_window}")  # fmt: skip
 
     def __hash__(self) -> int:
         # Caches are keyed by shapes in hot paths; hashing thirty fields there would dominate.

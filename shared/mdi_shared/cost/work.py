@@ -85,7 +85,7 @@ def add_work(a: StepWork, b: StepWork) -> StepWork:
         return b
     if b.n_seqs == 0:
         return a
-    sums = StepWork(*[x + y for x, y in zip(a, b, strict=True)])
+    sums = StepWork._make(x + y for x, y in zip(a, b, strict=True))
     return sums._replace(
         is_prefill=a.is_prefill, max_k=max(a.max_k, b.max_k), min_k=min(a.min_k, b.min_k)
     )
