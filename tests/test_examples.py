@@ -4,7 +4,7 @@ Every script of examples/ runs in a fresh interpreter. Of each document the fenc
 run in order, in one namespace per document, and so do the lines of its `bash` blocks. A block after
 a line `<!-- not run: reason -->` is skipped; commands anywhere else than in a `bash` block fail.
 They run in a folder that holds what the documents speak of: a saved run `run`, a trace
-`conversation.jsonl`, checkpoints `tiny` and `runs/tiny`, this repository's `traces`, a fitted
+`conversation.jsonl`, checkpoints `tiny` and `first-run/tiny`, this repository's `traces`, a fitted
 `model.json`, recordings `recorded/NAME`, and runs `one_rank/prefill`, `one_rank/decode` and
 `group/run` of one and of two ranks; `run` is a name in Python blocks, too.
 """
@@ -119,7 +119,7 @@ def folder(work, runs_of_ranks, tmp_path, monkeypatch):
     """A folder that holds what the documents speak of, and is current."""
     mdi.simulate(work).save(tmp_path / "run")
     work.save(tmp_path / "conversation.jsonl")
-    for name in ("tiny", "runs/tiny"):
+    for name in ("tiny", "first-run/tiny"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         mdi.make_checkpoint(tmp_path / name)
     traces = ROOT / "traces"
@@ -130,6 +130,20 @@ def folder(work, runs_of_ranks, tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(target)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def test_both_readmes_give_the_same_commands():
+    """The English and the Chinese one; only the drawing differs, whose words are translated."""
+    english, chinese = (
+        [(block.language, block.text, block.not_run) for block in blocks(ROOT / name)]
+        for name in ("README.md", "README.zh.md")
+    )
+    assert english[0][0] == ""
+    assert english[1:] == chinese[1:]
+
+
+def test_the_readme_fits_a_few_screens():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)

@@ -143,7 +143,6 @@ def _errors(diagnosis: Mapping[str, Any], names: Sequence[str]) -> list[tuple[st
 def _error(errors: Mapping[str, Any]) -> str:
     if errors["mape"] is None:
         return f"not known: {errors['why_not']}"
-    return (
-        f"{errors['mape']:.1%} mean, {errors['p50']:.1%} median, {errors['p90']:.1%} P90, "
-        f"{errors['max']:.1%} max, {errors['bias']:+.1%} bias, n = {errors['n']:,}"
-    )
+    mean, median, p90, most = (f"{errors[name]:.1%}" for name in ("mape", "p50", "p90", "max"))
+    return (f"{mean} mean, {median} median, {p90} P90, {most} max, {errors['bias']:+.1%} bias, "
+            f"n = {errors['n']:,}")  # fmt: skip

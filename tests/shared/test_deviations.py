@@ -30,7 +30,7 @@ PLACES = {
     "_book_out": "aborted between two chunks",
     "select": "order of ties",
     "prompt_limit": "longest prompt without chunking",
-    "_check_budget": "least token budget",
+    "_given_budget_rules": "least token budget",
     "token_budget": "default token budget",
     "_check_progress": "deadlock",
 }
@@ -39,14 +39,14 @@ NO_RULES = {"repeats", "check_integrity"}
 
 
 def places_that_ask():
-    found = set()
+    places = set()
     for path in CORE.rglob("*.py"):
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(function, ast.FunctionDef):
                 asks = (isinstance(node, ast.Attribute) and node.attr == "strict_upstream"
                         for node in ast.walk(function))  # fmt: skip
-                found |= {function.name} if any(asks) else set()
-    return found
+                places |= {function.name} if any(asks) else set()
+    return places
 
 
 def rows_of_the_table():
@@ -95,7 +95,7 @@ def test_the_places_make_all_of_the_difference(seed, monkeypatch):
 
 
 # The token budget is derived in none of the workloads, and a pool below a block starts in neither.
-SHOWN_ELSEWHERE = {"_check_budget", "token_budget"}
+SHOWN_ELSEWHERE = {"_given_budget_rules", "token_budget"}
 
 
 @pytest.mark.parametrize("place", sorted(set(PLACES) - SHOWN_ELSEWHERE))

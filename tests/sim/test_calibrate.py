@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mdi_shared.cost.hardware import H200
@@ -294,6 +294,7 @@ ROWS = st.integers(1, 5_000)
 RENAMED = {"cached_rows": "sum_k"}  # as StepWork has it
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_arrays_are_predicted_as_single_steps_are(data):
     """The fit's formula is the model's: any terms, inside and outside of tables."""

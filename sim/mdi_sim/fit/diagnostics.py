@@ -93,15 +93,9 @@ def _held_out_shapes(steps: Steps, on_fit: OnFit) -> dict[str, Any]:
     fold = folds(groups)
     if not fold.any():
         return {"by": "shape", "mape": None, "why_not": "all steps have one shape"}
-    predicted = _predict_held_out(steps, fold, on_fit)
-    size = np.abs(predicted / steps.ns - 1.0)
-    return {
-        "by": "shape",
-        **errors(steps.ns, predicted),
-        "shapes": len(set(groups)),
-        "mape_of_folds": [float(size[fold == each].mean()) for each in np.unique(fold)],
-        "by_class": _by_class(steps, predicted),
-    }
+    whole, parts = _held_out(steps, fold, on_fit)
+    return {"by": "shape", **whole, "shapes": len(set(groups)),
+            "mape_of_folds": [errors(*part)["mape"] for part in parts]}  # fmt: skip
 
 
 def _held_out_recordings(steps: Steps, recording: Ints, on_fit: OnFit) -> dict[str, Any]:
@@ -110,26 +104,25 @@ def _held_out_recordings(steps: Steps, recording: Ints, on_fit: OnFit) -> dict[s
     if len(steps) - int(counts.max()) < FEWEST_TO_TRAIN:
         return {"mape": None, "why_not": f"without one recording, fewer than {FEWEST_TO_TRAIN} "
                                          f"{steps.kind} steps are left"}  # fmt: skip
-    predicted = _predict_held_out(steps, recording, on_fit)
-    return {
-        "by": "recording",
-        **errors(steps.ns, predicted),
-        "recordings": [
-            {"runs": np.unique(steps.run[own]).tolist(), **errors(steps.ns[own], predicted[own])}
-            for own in (recording == name for name in names)
-        ],
-        "by_class": _by_class(steps, predicted),
-    }
+    whole, parts = _held_out(steps, recording, on_fit)
+    runs = [np.unique(steps.run[recording == name]).tolist() for name in names]
+    return {"by": "recording", **whole,
+            "recordings": [{"runs": own, **errors(*part)}
+                           for own, part in zip(runs, parts, strict=True)]}  # fmt: skip
 
 
-def _predict_held_out(
+def _held_out(
     steps: Steps, part: Ints, on_fit: OnFit
-) -> Floats:  # fmt: skip
-    """Predict the steps of each part by a fit on those of the others."""
+) -> tuple[dict[str, Any], list[tuple[Floats, Floats]]]:
+    """Predict each part by a fit on the others: errors, and (measured, predicted) of each part."""
     predicted = np.zeros(len(steps))
-    for each in np.unique(part):
-        predicted[part == each] = _predict_part(steps, part == each, on_fit)
-    return predicted
+    masks = [part == each for each in np.unique(part)]
+    for own in masks:
+        predicted[own] = _predict_part(steps, own, on_fit)
+    by_class = {name: errors(steps.ns[own], predicted[own])
+                for name, own in steps.classes().items()}  # fmt: skip
+    pairs = [(steps.ns[own], predicted[own]) for own in masks]
+    return {**errors(steps.ns, predicted), "by_class": by_class}, pairs
 
 
 def _predict_part(steps: Steps, test: Bools, on_fit: OnFit) -> Floats:
@@ -138,11 +131,6 @@ def _predict_part(steps: Steps, test: Bools, on_fit: OnFit) -> Floats:
     if on_fit is not None:
         on_fit(1)
     return predicted
-
-
-def _by_class(steps: Steps, predicted: Floats) -> dict[str, Any]:
-    return {name: errors(steps.ns[which], predicted[which])
-            for name, which in steps.classes().items()}  # fmt: skip
 
 
 def _extrapolation(steps: Steps, on_fit: OnFit) -> dict[str, Any]:
