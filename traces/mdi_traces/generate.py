@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.random import Generator, SeedSequence, default_rng
 
-from mdi_shared.errors import ConfigError
+from mdi_shared.errors import MOST_SEED, ConfigError, require_int
 from mdi_traces.columns import Ints, numbers, texts
 from mdi_traces.distributions import (
     ArrivalProcess,
@@ -182,8 +182,7 @@ def generate_workload(
     """
     if num_requests < 1:
         raise ConfigError("num_requests", num_requests, "must be at least 1")
-    if seed < 0:
-        raise ConfigError("seed", seed, "must be at least 0")
+    require_int("seed", seed, 0, MOST_SEED)
     name, chosen = _choose(workload)
     if rate is not None and arrivals is not None:
         raise ConfigError("rate", rate, "cannot be given together with arrivals")
