@@ -78,7 +78,7 @@ class _Rank:
     def __init__(self, recorder: RankRecorder) -> None:
         self.rank = recorder.rank
         self.requests = recorder.requests
-        self.rows = len(recorder.outcomes) // len(rec.STEP_FIELDS["outcomes"])
+        self.rows = recorder.num_processed
         self.batch = _fields(recorder.batches, rec.BATCH_FIELDS)
         self.step: dict[str, Ints] = {}  # what each step has of its own
         for array_name, names in rec.STEP_FIELDS.items():
