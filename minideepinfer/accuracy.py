@@ -8,7 +8,7 @@ Read next: `mdi_sim/fit/calibrate.py` (the fit), `mdi_analysis/compare.py`, docs
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -21,7 +21,7 @@ from mdi_sim.fit.calibrate import Recorded, fit_runs, read_recorded, recordings,
 from mdi_sim.fit.diagnostics import errors
 from mdi_sim.fit.features import DECODE, PREFILL, gather_steps
 from mdi_sim.fit.steps import predict
-from mdi_sim.retrace import recorded_config, recorded_requests, recorded_shape
+from mdi_sim.retrace import recorded_description, recorded_requests
 from mdi_sim.search.model_error import ScaledCost
 from mdi_sim.simulate import simulate
 from mdi_traces.columns import ints
@@ -130,10 +130,9 @@ def _ttft_range(recorded: Run, cost: LinearCost) -> tuple[float, float]:
 
 def resimulate(recorded: Run, cost: StepCost) -> Run:
     """Simulate a recorded run's requests under its options: arrivals in, everything else out."""
-    return simulate(
-        recorded_requests(recorded), scheduler=recorded_config(recorded), cost=cost,
-        shape=recorded_shape(recorded), ranks=int(ints(recorded.steps_table["rank"]).max()) + 1,
-    )  # fmt: skip
+    ranks = int(ints(recorded.steps_table["rank"]).max()) + 1
+    run = replace(recorded_description(recorded), cost=cost, ranks=ranks)
+    return simulate(recorded_requests(recorded), run)
 
 
 def _step_errors(table: pa.Table, cost: LinearCost) -> dict[str, StepError]:

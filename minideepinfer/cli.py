@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from mdi_shared.errors import DeadlockError, MiniDeepInferError, TraceError
-from minideepinfer.commands import VERBS
+from minideepinfer.commands import VERBS, load_verb
 from minideepinfer.commands.screen import tell
 
 DATA_SAYS_NO, ASKED_WRONGLY, INTERRUPTED = 1, 2, 130
@@ -60,11 +60,11 @@ def make_app(arguments: Sequence[str]) -> typer.Typer:
         rich_markup_mode=None if wanted is None else "rich",
     )
     app.callback()(_root)
-    for name, verb in VERBS.items():
+    for name, help in VERBS.items():
         if name == wanted:
-            app.command(name)(verb.load(name))
+            app.command(name)(load_verb(name))
         else:
-            app.command(name, help=verb.help, short_help=verb.help)(_nothing)
+            app.command(name, help=help, short_help=help)(_nothing)
     return app
 
 

@@ -16,7 +16,7 @@ from mdi_shared.run_description import RunDescription
 from mdi_sim.search.settings import changes_of
 from mdi_sim.search.tune import NEGLIGIBLE
 from mdi_sim.search.tuning import GOODPUT, Gain, Range, Trial, Tuning, merit
-from minideepinfer.labels import cost_label
+from minideepinfer.run_summary import cost_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,7 +7,7 @@ Read next: `summary.py`, which puts everything together.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,6 +21,7 @@ from mdi_analysis.frames import (
     RunLike,
     floats,
     has_arrived,
+    has_items,
     ints,
     is_kind,
     kind_codes,
@@ -207,13 +208,11 @@ def _token_pieces(run: RunLike) -> Iterator[tuple[Ints, Ints, Floats]]:
 
     A piece's steps lie after those of the pieces before it. Requests are numbered as they come.
     """
-    pieces = run.item_pieces() if isinstance(run, HasPieces) else [run.items]
+    if not has_items(run):
+        raise TraceError("items table", "absent, but inter-token latency needs it")
+    pieces: Iterable[Any] = run.item_pieces() if isinstance(run, HasPieces) else [run.items]
     number: dict[str, int] = {}
-    any_items = False
     for piece in pieces:
-        if piece is None:
-            break
-        any_items = True
         frame = (
             piece
             if isinstance(piece, pd.DataFrame)
@@ -225,8 +224,6 @@ def _token_pieces(run: RunLike) -> Iterator[tuple[Ints, Ints, Floats]]:
         known = np.array([number.setdefault(str(name), len(number)) for name in names], np.int64)
         done_ns = floats(run.steps, "steps", "t_done")[order_of_steps]
         yield known[codes] if names.size else codes.astype(np.int64), step_index[emitted], done_ns
-    if not any_items:
-        raise TraceError("items table", "absent, but inter-token latency needs it")
 
 
 def locate_items(steps: pd.DataFrame, items: pd.DataFrame) -> tuple[Ints, Ints]:

@@ -32,11 +32,15 @@ class EngineStoppedError(MiniDeepInferError):
 
 
 class GroupError(MiniDeepInferError):
-    """Another rank of the group has failed or died, and this one has stopped with it."""
+    """Another rank of the group has failed or died, and this one has stopped with it.
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
+    `is_quoted` says that another rank raises the reason itself, as its own error.
+    """
+
+    def __init__(self, reason: str, is_quoted: bool = False) -> None:
+        super().__init__(reason, is_quoted)
         self.reason = reason
+        self.is_quoted = is_quoted
 
     @property
     def message(self) -> str:

@@ -9,67 +9,37 @@ Read next: `options.py` (options declared once), `screen.py` (what is printed wh
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import NamedTuple
 
-
-class Verb(NamedTuple):
-    """Where a verb is, and its line in the list: the first sentence of its help."""
-
-    module: str
-    help: str
-
-    def load(self, name: str) -> Callable[..., None]:
-        """Import the verb called `name`."""
-        found: Callable[..., None] = getattr(
-            import_module(f"{__name__}.{self.module}"), name.replace("-", "_")
-        )
-        return found
-
-
-VERBS: dict[str, Verb] = {
-    "simulate": Verb(
-        "simulate", "Replay a request trace, or a generated workload, in virtual time."
-    ),
-    "calibrate": Verb(
-        "calibrate",
-        "Fit step times of a model and its host to recorded runs; simulate --cost reads the "
-        "result.",
-    ),
-    "accuracy": Verb(
-        "accuracy",
-        "Leave each recorded run out, fit step times to the others, and simulate it from arrivals.",
-    ),
-    "transfer": Verb(
-        "transfer",
-        "Predict step times of other hardware or another model from a fitted model.",
-    ),
-    "tune": Verb(
-        "tune",
-        "Search chunk size, prefill attempts and seats for an SLO or for throughput, by "
-        "simulation.",
-    ),
-    "show": Verb("show", "Show what a trace file holds, or a run: origin, summary, pictures."),
-    "check": Verb("check", "Check traces: conservation laws of a run, rules of a request trace."),
-    "compare": Verb("compare", "Compare two runs: latencies, step times, rates, decisions."),
-    "convert": Verb(
-        "convert", "Convert a request trace to Parquet, JSON lines or CSV, by the ending of OUT."
-    ),
-    "generate-workload": Verb("generate_workload", "Write a synthetic request trace."),
-    "generate": Verb(
-        "generate", "Generate from prompts given as texts or, with --ids, as token ids."
-    ),
-    "record": Verb("record", "Run a generated workload on the real model and record it."),
-    "replay": Verb(
-        "record", "Run a request trace on the real model, arrivals honoured, and record it."
-    ),
-    "retrace": Verb(
-        "retrace", "Replay a recorded run in the simulator: does it make the same decisions?"
-    ),
-    "warm-up": Verb(
-        "warm_up", "Compile all kernels that a model can reach, for images and first starts."
-    ),
-    "make-checkpoint": Verb(
-        "make_checkpoint",
-        "Write a checkpoint with random weights, for machines that cannot download the real one.",
-    ),
+# Name and the first sentence of its help, which the list of verbs shows without importing it.
+VERBS = {
+    "simulate": "Replay a request trace, or a generated workload, in virtual time.",
+    "calibrate": "Fit step times of a model and its host to recorded runs; simulate --cost reads "
+    "the result.",
+    "accuracy": "Leave each recorded run out, fit step times to the others, and simulate it from "
+    "arrivals.",
+    "transfer": "Predict step times of other hardware or another model from a fitted model.",
+    "tune": "Search chunk size, prefill attempts and seats for an SLO or for throughput, by "
+    "simulation.",
+    "show": "Show what a trace file holds, or a run: origin, summary, pictures.",
+    "check": "Check traces: conservation laws of a run, rules of a request trace.",
+    "compare": "Compare two runs: latencies, step times, rates, decisions.",
+    "convert": "Convert a request trace to Parquet, JSON lines or CSV, by the ending of OUT.",
+    "generate-workload": "Write a synthetic request trace.",
+    "generate": "Generate from prompts given as texts or, with --ids, as token ids.",
+    "record": "Run a generated workload on the real model and record it.",
+    "replay": "Run a request trace on the real model, arrivals honoured, and record it.",
+    "retrace": "Replay a recorded run in the simulator: does it make the same decisions?",
+    "warm-up": "Compile all kernels that a model can reach, for images and first starts; loads no "
+    "weights.",
+    "make-checkpoint": "Write a checkpoint with random weights, for machines that cannot download "
+    "the real one.",
 }
+_ELSEWHERE = {"replay": "record"}  # verbs that share a module
+
+
+def load_verb(name: str) -> Callable[..., None]:
+    """Import a verb and return its function."""
+    function = name.replace("-", "_")
+    module = import_module(f"{__name__}.{_ELSEWHERE.get(name, function)}")
+    found: Callable[..., None] = getattr(module, function)
+    return found

@@ -6,7 +6,7 @@ Nothing is repaired.
 Read next: `mdi_traces/check.py`, `mdi_traces/laws.py`.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +15,7 @@ import typer
 from mdi_shared.errors import ConfigError, TraceError
 from minideepinfer.commands import options as o
 from minideepinfer.commands.files import is_run, read_requests, read_run
-from minideepinfer.commands.screen import show_json, show_table, tell
+from minideepinfer.commands.screen import facts_table, show_json, show_table, tell
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -36,6 +36,10 @@ class Verdict:
     table: str
     row: int | None
     detail: str
+
+    @property
+    def where(self) -> str:
+        return self.table if self.row is None else f"{self.table} row {self.row}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,28 +118,17 @@ def _rules(path: Path, format: str | None, arrivals: str | None) -> tuple[Verdic
 
 
 def _document(checked: Checked) -> dict[str, object]:
-    laws = [{name: getattr(v, name) for name in Verdict.__slots__} for v in checked.verdicts]
-    return {
-        "path": checked.path, "kind": checked.kind, "unreadable": checked.unreadable, "laws": laws
-    }  # fmt: skip
+    document = asdict(checked)
+    return {"laws": document.pop("verdicts"), **document}
 
 
 def _table(checked: Checked) -> "RenderableType":
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for name in ("law", "verdict", "where"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("detail", overflow="fold")
-    for v in checked.verdicts:
-        where = v.table if v.row is None else f"{v.table} row {v.row}"
-        table.add_row(*(Text(cell) for cell in (v.law, v.verdict, where, v.detail)))
+    rows = [
+        (v.law, "  ".join(part for part in (v.verdict, v.where, v.detail) if part))
+        for v in checked.verdicts
+    ]
     counts = [
         f"{sum(v.verdict == verdict for v in checked.verdicts)} {verdict}"
         for verdict in (OK, SKIPPED, BROKEN)
     ]
-    grid = Table.grid()
-    grid.add_row(Text(f"{checked.path}: {', '.join(counts)}", style="bold"))
-    grid.add_row(table)
-    return grid
+    return facts_table(f"{checked.path}: {', '.join(counts)}", rows)

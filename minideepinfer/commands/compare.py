@@ -41,7 +41,7 @@ def compare(
     first, second = read_run(a), read_run(b)
     import mdi_analysis
     from mdi_analysis.drawing import make_plot_folder
-    from minideepinfer.labels import label
+    from minideepinfer.run_summary import label
 
     shown = ("a", "b") if names is None else names
     found = mdi_analysis.compare(first, second, shown, slo=bounds)

@@ -57,11 +57,17 @@ class RequestOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulatedOptions(FileOptions, RequestOptions, TraceOptions, WorkloadOptions):
-    """What is simulated, and on what."""
+class SourceOptions:
+    """Where requests come from: one of the two."""
 
     trace: o.MaybeTrace = None
     workload: o.Workload = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedOptions(FileOptions, RequestOptions, TraceOptions, WorkloadOptions, SourceOptions):
+    """What is simulated, and on what."""
+
     model: o.ShapeName = None
     hardware: o.HardwareName = None
     ep: o.ExpertRanks = None

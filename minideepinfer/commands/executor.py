@@ -19,6 +19,9 @@ from minideepinfer.commands.values import parse_pairs
 if TYPE_CHECKING:
     from mdi_exec.engine.llm import LLM
 
+# Read when torch is loaded. What it would log beside our one line is raised as an error, too.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+
 ModelPath = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub id.")]
 SetOptions = Annotated[
     list[str] | None,

@@ -36,6 +36,11 @@ def generate(
     temperature: Annotated[float, typer.Option(metavar="T", help="0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(metavar="P", help="1 is off.")] = 1.0,
     top_k: Annotated[int, typer.Option(metavar="K", help="-1 is off.")] = -1,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", metavar="TEXT", help="End an output before this; repeatable."),
+    ] = None,
+    n: Annotated[int, typer.Option("--n", metavar="N", help="Outputs per prompt.")] = 1,
     seed: Annotated[int, typer.Option(metavar="N", help="Equal seeds, equal tokens.")] = 0,
     ignore_eos: Annotated[bool, typer.Option(help="Go on past end of sequence.")] = False,
     ranks: RanksOption = 1,
@@ -56,7 +61,9 @@ def generate(
             top_p=top_p,
             top_k=top_k,
             ignore_eos=ignore_eos,
-            seq_seed=seed + index,
+            stop=stop or (),
+            n=n,
+            seq_seed=seed + index * n,
         )
         for index in range(len(given))
     ]

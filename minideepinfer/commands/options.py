@@ -15,7 +15,8 @@ import typer
 REQUESTS, ENGINE, CONFIG, RESULTS = "Requests", "Engine", "Configuration", "Results"
 
 
-def _option(*flags: str, help: str, metavar: str | None = None, panel: str | None = None) -> object:
+def option(*flags: str, help: str, metavar: str | None = None, panel: str | None = None) -> object:
+    """Declare an option whose help states its default."""
     return typer.Option(
         *flags, help=help, metavar=metavar, rich_help_panel=panel, show_default=False
     )
@@ -46,112 +47,112 @@ RunPath = Annotated[Path, typer.Argument(help="Run, by its prefix or one of its 
 
 # What is served
 
-Workload = Annotated[str | None, _option(
+Workload = Annotated[str | None, option(
     "--workload", metavar="PRESET", panel=REQUESTS,
     help="Generated requests instead of a trace; see: mdi generate-workload --list.")]
-Requests = Annotated[int | None, _option(
+Requests = Annotated[int | None, option(
     "--requests", "-n", metavar="N", panel=REQUESTS,
     help="Size of the workload (default: 1000).")]
-Rate = Annotated[float | None, _option(
+Rate = Annotated[float | None, option(
     "--rate", metavar="R", panel=REQUESTS,
     help="Requests (or sessions) per second of the workload, instead of the preset's.")]
-Arrivals = Annotated[str | None, _option(
+Arrivals = Annotated[str | None, option(
     "--arrivals", metavar="PROCESS", panel=REQUESTS,
     help="Arrival times for a workload, or a trace without any: poisson:5, gamma:5:2, burst, …")]
-Format = Annotated[str | None, _option(
+Format = Annotated[str | None, option(
     "--format", metavar="NAME", panel=REQUESTS,
     help="Format of the trace, instead of recognising it.")]
-Limit = Annotated[int | None, _option(
+Limit = Annotated[int | None, option(
     "--limit", metavar="N", panel=REQUESTS,
     help="First N rows of the trace only.")]
-Sort = Annotated[bool | None, _option(
+Sort = Annotated[bool | None, option(
     "--sort", panel=REQUESTS,
     help="Order the trace by arrival first.")]
-ClosedLoop = Annotated[bool | None, _option(
+ClosedLoop = Annotated[bool | None, option(
     "--closed-loop/--open-loop", panel=REQUESTS,
     help="Turns of a session wait for the turn before, or come at their recorded time.")]
-Speed = Annotated[float | None, _option(
+Speed = Annotated[float | None, option(
     "--speed", metavar="X", panel=REQUESTS,
     help="Divide all times of the requests by X.")]
-MaxPrompt = Annotated[int | None, _option(
+MaxPrompt = Annotated[int | None, option(
     "--max-prompt", metavar="N", panel=REQUESTS,
     help="Cut longer prompts to N tokens.")]
-MaxOutput = Annotated[int | None, _option(
+MaxOutput = Annotated[int | None, option(
     "--max-output", metavar="N", panel=REQUESTS,
     help="Cut longer outputs to N tokens.")]
 
 # How, and on what
 
-Cost = Annotated[Path | None, _option(
+Cost = Annotated[Path | None, option(
     "--cost", metavar="MODEL", panel=ENGINE,
     help="Fitted or predicted step times: a file FILE.json, or a model of the package such as "
     "h200-flash-slice.")]
-Ranks = Annotated[int | None, _option(
+Ranks = Annotated[int | None, option(
     "--ranks", metavar="N", panel=ENGINE,
     help="Data-parallel ranks (default: in a simulation the fewest that hold the model, else "
     "1; under torchrun leave it out).")]
-PlacementName = Annotated[str | None, _option(
+PlacementName = Annotated[str | None, option(
     "--placement", metavar="NAME", panel=ENGINE,
     help="round_robin (the default), least_tokens or least_kv.")]
-KVMemory = Annotated[float | None, _option(
+KVMemory = Annotated[float | None, option(
     "--kv-cache-memory-gb", metavar="GB", panel=ENGINE,
     help="Size of the KV pool, 10^9 bytes, instead of what memory leaves.")]
-Utilization = Annotated[float | None, _option(
+Utilization = Annotated[float | None, option(
     "--gpu-memory-utilization", metavar="SHARE", panel=ENGINE,
     help="Share of the device's memory for weights and KV pool (simulated: 0.9).")]
-Seed = Annotated[int | None, _option(
+Seed = Annotated[int | None, option(
     "--seed", metavar="N", panel=ENGINE,
     help="Of all that is drawn: workload, arrivals, prompts (default: 0).")]
-Device = Annotated[str, _option(
+Device = Annotated[str, option(
     "--device", metavar="NAME", panel=ENGINE,
     help="cpu (the default), cuda or cuda:N.")]
-ConfigFile = Annotated[Path | None, _option(
+ConfigFile = Annotated[Path | None, option(
     "--config", metavar="FILE.toml", panel=CONFIG,
     help="A file with a table [scheduler], and one named like the verb for its other options; "
     "for a simulation also a saved run, or its description, to start from.")]
-Pairs = Annotated[list[str] | None, _option(
+Pairs = Annotated[list[str] | None, option(
     "--set", metavar="KEY=VALUE", panel=CONFIG,
     help="Option of the scheduler (or of the engine, where one runs), such as max_num_seqs=64;"
     " repeatable.")]
 
 # On what it is simulated
 
-ShapeName = Annotated[str | None, _option(
+ShapeName = Annotated[str | None, option(
     "--model", metavar="NAME", panel=ENGINE,
     help="v41-flash or tiny (default: what --cost was fitted for, or v41-flash).")]
-HardwareName = Annotated[str | None, _option(
+HardwareName = Annotated[str | None, option(
     "--hardware", metavar="NAME", panel=ENGINE,
     help="Roofline of h100, h200 (the default), b200, b300, or FILE.json of peak rates.")]
-ExpertRanks = Annotated[int | None, _option(
+ExpertRanks = Annotated[int | None, option(
     "--ep", metavar="N", panel=ENGINE,
     help="Ranks the roofline splits the experts over (default: all).")]
-AcceptRate = Annotated[float | None, _option(
+AcceptRate = Annotated[float | None, option(
     "--draft-accept-rate", metavar="P", panel=ENGINE,
     help="Chance that a draft token is accepted (default: 0.7); needs num_draft_tokens.")]
-Until = Annotated[float | None, _option(
+Until = Annotated[float | None, option(
     "--until", metavar="S", panel=ENGINE,
     help="Stop at S virtual seconds; what is open then is reported unfinished.")]
 
 # What comes out
 
-Out = Annotated[Path, _option(
+Out = Annotated[Path, option(
     "--out", "-o", metavar="PREFIX", panel=RESULTS,
     help="Save the run: PREFIX.steps.parquet, …")]
-MaybeOut = Annotated[Path | None, _option(
+MaybeOut = Annotated[Path | None, option(
     "--out", "-o", metavar="PREFIX", panel=RESULTS,
     help="Save the run: PREFIX.steps.parquet, …")]
-Plots = Annotated[Path | None, _option(
+Plots = Annotated[Path | None, option(
     "--plots", metavar="FOLDER", panel=RESULTS,
     help="Draw pictures into FOLDER, made if needed.")]
-Perfetto = Annotated[Path | None, _option(
+Perfetto = Annotated[Path | None, option(
     "--perfetto", metavar="FILE.json", panel=RESULTS,
     help="Write a timeline for ui.perfetto.dev (also .json.gz).")]
-Html = Annotated[Path | None, _option(
+Html = Annotated[Path | None, option(
     "--html", metavar="FILE.html", panel=RESULTS,
     help="Write pictures and tables as one page.")]
-Bounds = Annotated[str | None, _option(
+Bounds = Annotated[str | None, option(
     "--slo", metavar="BOUNDS", panel=RESULTS,
     help="Bounds for goodput, ms: ttft=2000,tpot=50 (also e2e).")]
-Json = Annotated[bool, _option(
+Json = Annotated[bool, option(
     "--json", panel=RESULTS,
     help="Print one JSON document, no tables.")]

@@ -112,4 +112,5 @@ def _report(
     config = {**found.metadata.config, "served": served.to_json(), "policy": FCFS}
     metadata = replace(found.metadata, config=config, seed=options.seed or 0)
     run = Run(found.steps_table, found.requests_table, metadata, found.items_table)
-    report_run(run, options, work.metadata.notes)
+    # The engine has saved it already, so that an interrupt loses nothing.
+    report_run(run, options, work.metadata.notes, verb="saved")

@@ -82,11 +82,11 @@ def parse_slo(text: str | None) -> "SLO | None":
     return SLO(**found)
 
 
-def save_out(run: "Run", prefix: Path) -> list[Path]:
+def save_out(run: "Run", prefix: Path, verb: str | None = None) -> list[Path]:
     """Save a run in place of an earlier one, and say so; return the paths."""
     from minideepinfer.saving import run_files, save_run
 
-    verb = "replaced" if run_files(prefix) else "saved"
+    verb = verb or ("replaced" if run_files(prefix) else "saved")
     written = save_run(run, prefix)
     tell(f"{verb} run {prefix} ({len(written)} files)")
     return written
@@ -121,15 +121,20 @@ def write_views(
 
 
 def report_run(
-    run: "Run", options: RunResults, notes: Sequence[str] = (), wall_s: float | None = None
+    run: "Run",
+    options: RunResults,
+    notes: Sequence[str] = (),
+    *,
+    wall_s: float | None = None,
+    verb: str | None = None,
 ) -> None:
     """Save, draw and export a new run as asked, then print its summary.
 
-    `wall_s` is the time a simulation took, s.
+    `wall_s` is the time a simulation took, s; `verb` what is said of saving, where it is known.
     """
     from minideepinfer.run_summary import summarize
 
-    written = [] if options.out is None else save_out(run, options.out)
+    written = [] if options.out is None else save_out(run, options.out, verb)
     summary = summarize(run, parse_slo(options.slo), wall_s=wall_s)
     written += write_views(run, options, summary, notes)
     if not options.json:

@@ -9,11 +9,9 @@ Read next: `describing.py` (from options to a run), `results.py`, `minideepinfer
 from dataclasses import dataclass
 from typing import Annotated
 
-import typer
-
+from minideepinfer.commands import options as o
 from minideepinfer.commands.declare import takes_options
 from minideepinfer.commands.describing import SimulatedOptions, described, load_served
-from minideepinfer.commands.options import ENGINE
 from minideepinfer.commands.results import RunResults, parse_slo, report_run
 from minideepinfer.commands.screen import progress
 
@@ -22,13 +20,10 @@ from minideepinfer.commands.screen import progress
 class SimulateOptions(RunResults, SimulatedOptions):
     """What `mdi simulate` can be asked for."""
 
-    fast_forward: Annotated[
-        bool,
-        typer.Option(
-            "--fast-forward/--no-fast-forward", rich_help_panel=ENGINE, show_default=False,
-            help="Advance unchanging decode batches as one event; the result is the same.",
-        ),
-    ] = True  # fmt: skip
+    fast_forward: Annotated[bool, o.option(
+        "--fast-forward/--no-fast-forward", panel=o.ENGINE,
+        help="Advance unchanging decode batches as one event; the result is the same.",
+    )] = True  # fmt: skip
 
 
 @takes_options(SimulateOptions)
@@ -49,4 +44,4 @@ def simulate(options: SimulateOptions) -> None:
         found = simulated.simulate(
             work, run, fast_forward=options.fast_forward, on_progress=on_progress
         )
-    report_run(found, options, found.notes, found.wall_s)
+    report_run(found, options, found.notes, wall_s=found.wall_s)

@@ -39,43 +39,23 @@ class TransferOptions:
     """What `mdi transfer` can be asked for."""
 
     model: Annotated[Path, typer.Argument(help="Fitted model, as mdi calibrate writes it.")]
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE.json", help="The prediction.")]
-    hardware: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help=f"Predict for one of {', '.join(HARDWARE)}, or FILE.json "
-            "of peak rates (default: as fitted).",
-        ),
-    ] = None
-    to_model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="NAME|FILE.json",
-            help="Predict for one of "
-            f"{', '.join(SHAPES)}, or for the dimensions another fitted model states "
-            "(default: as fitted).",
-        ),
-    ] = None
-    ep: Annotated[
-        int, typer.Option(metavar="N", help="Ranks the experts are split over (default: 1).")
-    ] = 1
-    from_hardware: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Peak rates of the recorded hardware, where its name "
-            "tells none: as for --hardware.",
-        ),
-    ] = None
-    check: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="RUN", help="Recorded run of the target, to state errors on; may be repeated."
-        ),
-    ] = None
-    json: o.Json = False  # fmt: skip
+    out: Annotated[Path, o.option("--out", "-o", metavar="FILE.json", help="The prediction.")]
+    hardware: Annotated[str | None, o.option(
+        "--hardware", metavar="NAME", help=f"Predict for one of {', '.join(HARDWARE)}, or "
+        "FILE.json of peak rates (default: as fitted).")] = None  # fmt: skip
+    to_model: Annotated[str | None, o.option(
+        "--model", metavar="NAME|FILE.json", help=f"Predict for one of {', '.join(SHAPES)}, or for "
+        "the dimensions another fitted model states (default: as fitted).")] = None  # fmt: skip
+    ep: Annotated[int, o.option(
+        "--ep", metavar="N",
+        help="Ranks the experts are split over (default: 1).")] = 1  # fmt: skip
+    from_hardware: Annotated[str | None, o.option(
+        "--from-hardware", metavar="NAME", help="Peak rates of the recorded hardware, where its "
+        "name tells none: as for --hardware.")] = None  # fmt: skip
+    check: Annotated[list[Path] | None, o.option(
+        "--check", metavar="RUN", help="Recorded run of the target, to state errors on; may be "
+        "repeated.")] = None  # fmt: skip
+    json: o.Json = False
 
 
 @takes_options(TransferOptions)

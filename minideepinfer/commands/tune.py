@@ -14,6 +14,7 @@ import typer
 
 from mdi_shared.errors import ConfigError
 from mdi_shared.run_notes import run_notes
+from mdi_sim.search.settings import DEFAULT_TRIALS
 from minideepinfer.commands import options as o
 from minideepinfer.commands.declare import scheduler_options, takes_options
 from minideepinfer.commands.describing import (
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from minideepinfer.tune_report import TuneReport
 
 GOAL = "Goal"
-DEFAULT_TRIALS = 64
 INTERRUPTED = 130
 
 
@@ -41,27 +41,15 @@ class TuneOptions(SimulatedOptions):
     """What `mdi tune` can be asked for."""
 
     slo: o.Bounds = None
-    goal: Annotated[
-        str | None,
-        typer.Option(
-            "--for", metavar="GOAL", rich_help_panel=GOAL,
-            help="throughput: most input and output tokens per second. Instead of --slo.",
-        ),
-    ] = None  # fmt: skip
-    trials: Annotated[
-        int,
-        typer.Option(
-            metavar="N", rich_help_panel=GOAL,
-            help=f"Most settings tried (default: {DEFAULT_TRIALS}).",
-        ),
-    ] = DEFAULT_TRIALS  # fmt: skip
-    jobs: Annotated[
-        int | None,
-        typer.Option(
-            "--jobs", "-j", metavar="N", rich_help_panel=GOAL,
-            help="Processes that simulate at the same time (default: all cores).",
-        ),
-    ] = None  # fmt: skip
+    goal: Annotated[str | None, o.option(
+        "--for", metavar="GOAL", panel=GOAL, help="throughput: most input and output tokens per "
+        "second. Instead of --slo.")] = None  # fmt: skip
+    trials: Annotated[int, o.option(
+        "--trials", metavar="N", panel=GOAL,
+        help=f"Most settings tried (default: {DEFAULT_TRIALS}).")] = DEFAULT_TRIALS  # fmt: skip
+    jobs: Annotated[int | None, o.option(
+        "--jobs", "-j", metavar="N", panel=GOAL,
+        help="Processes that simulate at the same time (default: all cores).")] = None  # fmt: skip
     plots: o.Plots = None
     json: o.Json = False
 

@@ -7,6 +7,7 @@ Read next: `driver.py` (the driver with modelled times), `mdi_traces/check.py`.
 """
 
 from collections.abc import Callable, Generator
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -14,21 +15,17 @@ import pyarrow as pa
 import simpy
 from numpy.typing import NDArray
 
-from mdi_shared.chunking import ChunkPolicy, make_policy
-from mdi_shared.config import SchedulerConfig
-from mdi_shared.cost.hardware import H200
-from mdi_shared.cost.linear import LinearCost
-from mdi_shared.cost.predicted import KIND as PREDICTED
-from mdi_shared.cost.predicted import PredictedCost
-from mdi_shared.cost.roofline import RooflineCost
-from mdi_shared.cost.shape import ModelShape, shape_by_name, shape_from_mapping
-from mdi_shared.cost.step_cost import ConstantCost, StepCost
+from mdi_shared.chunking import ChunkPolicy, TokenBudget, make_policy
+from mdi_shared.cost.described import cost_from_description
+from mdi_shared.cost.shape import ModelShape, shape_by_name
+from mdi_shared.cost.step_cost import ConstantCost
 from mdi_shared.cost.work import step_work
 from mdi_shared.errors import ConfigError
 from mdi_shared.loop import Answer, Effect, Launch, News, Poll
 from mdi_shared.placement import RoundRobin
 from mdi_shared.plan import StepResult
 from mdi_shared.request import Request
+from mdi_shared.run_description import RunDescription
 from mdi_shared.scheduler import Scheduler
 from mdi_sim.driver import RankDriver
 from mdi_sim.group import DeviceStep, Group
@@ -51,8 +48,9 @@ def replay_recorded(recorded: Run, shape: ModelShape | None = None) -> Run:
     record's metadata. The result has its own plans and the record's times. Raises `ConfigError`
     when its metadata lacks the options, or a rank has left no steps.
     """
-    shape = recorded_shape(recorded) if shape is None else shape
-    config = recorded_config(recorded)
+    run = recorded_description(recorded)
+    run = run if shape is None else replace(run, shape=shape)
+    config, shape = run.scheduler, run.shape
     ranks = _number_of_ranks(recorded)
     trace = recorded_requests(recorded)
     workload = Workload(trace, ranks, RoundRobin())
@@ -62,7 +60,7 @@ def replay_recorded(recorded: Run, shape: ModelShape | None = None) -> Run:
         _RecordedDriver(
             rank,
             group=group,
-            scheduler=Scheduler(config, _recorded_policy(recorded, config, shape)),
+            scheduler=Scheduler(config, _recorded_policy(recorded, run)),
             source=Source(workload.arrivals[rank]),
             outcomes=Outcomes(config=config, seed=0, accept_rate=0.0),
             recorder=RankRecorder(rank),
@@ -86,21 +84,16 @@ def replay_recorded(recorded: Run, shape: ModelShape | None = None) -> Run:
     )  # fmt: skip
 
 
-def _recorded_policy(recorded: Run, config: SchedulerConfig, shape: ModelShape) -> ChunkPolicy:
+def _recorded_policy(recorded: Run, run: RunDescription) -> ChunkPolicy:
     """Return the chunk policy of the record, asking the step times that it asked."""
-    known: StepCost = RooflineCost(H200, shape)  # what the executor asks without a fitted model
-    if config.chunk_policy == "token_budget":
-        return make_policy(config, shape, known)
+    if run.scheduler.chunk_policy == "token_budget":
+        return TokenBudget()
     options = recorded.metadata.config
     described = options.get("chunk_cost") or options.get("cost")
-    if isinstance(described, dict) and described.get("kind") == "linear":
-        return make_policy(config, shape, LinearCost.from_description(described))
-    if isinstance(described, dict) and described.get("kind") == PREDICTED:
-        return make_policy(config, shape, PredictedCost.from_json(described))
-    if described != known.describe():
+    if not isinstance(described, dict):
         raise ConfigError("chunk_cost", described, "the record's metadata must hold the step times "
                           "that its chunks were chosen by")  # fmt: skip
-    return make_policy(config, shape, known)
+    return make_policy(run.scheduler, run.shape, cost_from_description(described, run.shape))
 
 
 def _number_of_ranks(recorded: Run) -> int:
@@ -113,20 +106,18 @@ def _number_of_ranks(recorded: Run) -> int:
     return len(ranks)
 
 
-def recorded_config(recorded: Run) -> SchedulerConfig:
-    """Return the scheduler's options as the record states them; `ConfigError` without them."""
-    options = recorded.metadata.config.get("scheduler")
-    if not isinstance(options, dict):
-        raise ConfigError("scheduler", options, "the record's metadata does not hold its options")
-    return SchedulerConfig.from_mapping(options)
+def recorded_description(recorded: Run) -> RunDescription:
+    """Return the run as its metadata states it, without step times: a built-in model by its name.
 
-
-def recorded_shape(recorded: Run) -> ModelShape:
-    """Return the model's shape as the record states it, or a built-in one by its name."""
-    stated = recorded.metadata.config.get("shape")
-    if not isinstance(stated, dict):
-        return shape_by_name(str(recorded.metadata.model))
-    return shape_from_mapping(stated)
+    Raises `ConfigError` when it lacks the scheduler's options.
+    """
+    stated = {name: value for name, value in recorded.metadata.config.items() if name != "cost"}
+    if not isinstance(stated.get("scheduler"), dict):
+        raise ConfigError("scheduler", stated.get("scheduler"),
+                          "the record's metadata does not hold its options")  # fmt: skip
+    if not isinstance(stated.get("shape"), dict):
+        stated["shape"] = asdict(shape_by_name(str(recorded.metadata.model)))
+    return RunDescription.from_metadata(stated, recorded.metadata.seed)
 
 
 def recorded_requests(recorded: Run) -> RequestTrace:

@@ -116,6 +116,15 @@ def test_unknown_names_and_rows_are_errors(golden_path):
         checkpoint.get_rows("norm.weight", 3, 2)
 
 
+def test_more_experts_than_the_files_can_hold_are_told_at_once(tiny):
+    """The table of tensors would take gigabytes."""
+    config = json.loads((tiny / "config.json").read_text())
+    config["text_config"].update(n_routed_experts=16_384)
+    (tiny / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="too few for n_routed_experts = 16,384 in"):
+        open_checkpoint(tiny).verify()
+
+
 def test_the_model_prefix_is_optional(tiny):
     rewrite(tiny, lambda tensors: [
         tensors.update({f"model.{name}": tensors.pop(name)}) for name in list(tensors)
@@ -202,7 +211,7 @@ def test_an_index_that_disagrees_with_the_file_is_named(tiny):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "weight_map"), ("[]", "weight_map"), ('{"weight_map": {"a": 1}}', "file names"),
+    [("{", "is not JSON"), ("[]", "weight_map"), ('{"weight_map": {"a": 1}}', "file names"),
      ('{"weight_map": {"a": "../b.safetensors"}}', "outside the directory")],
 )  # fmt: skip
 def test_an_unusable_index_is_named(tiny, text, message):

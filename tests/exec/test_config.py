@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import pytest
 
@@ -104,6 +105,57 @@ def test_optional_later_keys_must_agree(nested):
     nested["text_config"]["use_fp4_sparse_kv"] = False
     with pytest.raises(ConfigError, match="use_fp4_sparse_kv = False: only True is implemented"):
         read_config(nested)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("n_routed_experts", 10**7, "16,384"),
+        ("candidate_block_size", 10**9, "4,096"),
+        ("hc_sinkhorn_iters", 10**7, "1,000"),
+        ("num_hidden_layers", 10**6, "1,024"),
+        ("index_topk", 2**40, "1,048,576"),
+        ("engram_vocab_size", 10**12, "4,294,967,296"),
+        ("rms_norm_eps", 1e12, "0.1"),
+        ("swiglu_limit", 1e7, "1,000,000"),
+        ("rope_theta", 1e10, "1,000,000,000"),
+        ("vocab_size", 10**400, "16,777,216"),
+        ("hidden_size", -128, "above 0"),
+    ],
+)
+def test_dimensions_that_no_model_has_are_refused(nested, key, value, allowed):
+    nested["text_config"][key] = value
+    with pytest.raises(ConfigError) as refused:
+        read_config(nested)
+    assert str(refused.value).startswith(f"{key} = {value!r}: must be ")
+    assert allowed in str(refused.value)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 10**400, -(10**400)])
+def test_numbers_that_are_not_finite_are_refused(nested, flat_config, value):
+    nested["text_config"]["swiglu_limit"] = value
+    for config in (nested, {**flat_config, "rope_factor": value}):
+        with pytest.raises(ConfigError, match=r"(swiglu_limit|rope_factor) = .*: must be finite"):
+            read_config(config)
+
+
+def test_another_activation_dtype_is_refused(nested):
+    for value in ({}, "float16", None):
+        with pytest.raises(ConfigError, match=r"dtype = .*: only 'bfloat16' is implemented"):
+            read_config({**nested, "dtype": value})
+
+
+def test_files_that_are_no_descriptions_are_named(tmp_path):
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(ConfigError, match=r"pipe\.json.* must be a regular file"):
+        read_config_file(tmp_path / "pipe.json")
+    (tmp_path / "deep.json").write_text('{"a":' * 10**5, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"deep\.json.* nested too deeply"):
+        read_config_file(tmp_path / "deep.json")
+    with (tmp_path / "large.json").open("wb") as large:
+        large.truncate(2**26 + 1)
+    with pytest.raises(ConfigError, match=r"large\.json.* must be at most 67,108,864"):
+        read_config_file(tmp_path / "large.json")
 
 
 def test_unusable_files_are_named(tmp_path):

@@ -37,8 +37,8 @@ def one_line(error):
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([], "prompt_token_ids = []: must hold at least one token"),
-        ("", "prompt_token_ids = []: must hold at least one token"),
+        ([], "prompt_token_ids = []: must be a list of at least one token"),
+        ("", "prompt_token_ids = []: must be a list of at least one token"),
         ([5, 1024], "prompt_token_ids[1] = 1024: must be an int from 0 to 1023"),
         ([-1], "prompt_token_ids[0] = -1: must be an int from 0 to 1023"),
         ([5, 6, 2.0], "prompt_token_ids[2] = 2.0: must be an int from 0 to 1023"),
@@ -135,6 +135,25 @@ def test_a_name_that_is_no_text(llm, name):
     assert is_empty(llm.engine)
 
 
+@pytest.mark.parametrize(
+    ("request_of", "message"),
+    [
+        (((5, 6), SHORT), "prompt_token_ids = (5, 6): must be a list of at least one token"),
+        ((torch.tensor([5]), SHORT), "prompt_token_ids = tensor([5]): must be a list"),
+        (([5], {"n": 1}), "sampling_params = {'n': 1}: must be a SamplingParams"),
+        (([5], SamplingParams(n=2)), "n = 2: must be 1 for a request"),
+        (([5], SHORT, None, {"arrival_ns": 1.5}), "arrival_ns = 1.5: must be an integer"),
+    ],
+    ids=lambda value: "",
+)
+def test_a_request_of_the_wrong_kind_is_refused_by_the_engine(llm, request_of, message):
+    ids, params, *rest = request_of
+    with pytest.raises(ConfigError) as error:
+        llm.engine.add_request(ids, params, **(rest[1] if rest else {}))
+    assert one_line(error).startswith(message)
+    assert is_empty(llm.engine)
+
+
 def test_an_id_in_use(llm):
     llm.engine.add_request([5], SHORT, "mine")
     with pytest.raises(ConfigError) as error:
@@ -163,10 +182,10 @@ def test_an_id_in_use(llm):
         ({"kv_cache_memory_gb": 0.0}, "kv_cache_memory_gb = 0.0: must be above 0 GB"),
         ({"kv_cache_memory_gb": "1"}, "kv_cache_memory_gb = '1': must be a number"),
         ({"kv_cache_memory_gb": 0.001},
-         "kv_cache_memory_gb = 0.001: must be from 0.0325, for one request of max_model_len = 4096 "
+         "kv_cache_memory_gb = 0.001: must be from 0.0321, for one request of max_model_len = 4096 "
          "and the state of max_num_seqs = 256 (0.0315), to "),
         ({"kv_cache_memory_gb": 0.0008, "max_num_seqs": 4},
-         "kv_cache_memory_gb = 0.0008: must be from 0.0013, for one request of max_model_len = "),
+         "kv_cache_memory_gb = 0.0008: must be from 0.0011, for one request of max_model_len = "),
         ({"kv_cache_memory_gb": 1e12}, "kv_cache_memory_gb = 1000000000000.0: must be from 0.03"),
         ({"num_blocks": 5, "max_model_len": 2000},
          "num_blocks = 5: the KV pool is too small for one request of max_model_len = 2000: it "
@@ -178,7 +197,7 @@ def test_an_id_in_use(llm):
         ({"replay_keep_tokens": 10},
          "replay_keep_tokens = 10: must be 0 (off) or at least sliding_window = 128"),
         ({"replay_keep_tokens": -1}, "replay_keep_tokens = -1: must be at least 0"),
-        ({"numerics": "fp16"}, "numerics = 'fp16': must be one of quantised, float32"),
+        ({"numerics": "fp16"}, "numerics = 'fp16': must be one of quantised, float32, folded"),
         ({"device": "gpu"}, "device = 'gpu': must be cpu, cuda or cuda:<index>"),
         ({"device": "meta"}, "device = 'meta': must be cpu, cuda or cuda:<index>"),
         ({"device": "cuda:99"}, "device = 'cuda:99': torch sees "),

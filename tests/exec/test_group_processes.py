@@ -16,11 +16,13 @@ import pytest
 pytest.importorskip("torch", reason="running models needs the exec extra")
 
 import torch
+from torch._C._distributed_c10d import PrefixStore
 
 from mdi_exec.engine.llm import LLM
+from mdi_exec.engine.rank_worker import _Outbox
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.errors import GroupError
-from mdi_exec.ranks.parallel import RankAddress, join_group
+from mdi_exec.ranks.parallel import LOOPBACK, RankAddress, join_group, lead_store
 from mdi_shared.errors import ConfigError
 from tests.exec.engines import CHECKPOINT, SMALL
 
@@ -86,6 +88,7 @@ def test_workers_and_launched_ranks_give_the_tokens_of_one_process():
         streamed = {o.req_id: o.token_ids for o in llm.stream(PROMPTS, params)}
         assert list(streamed.values()) != []
         assert sorted(streamed.values()) == sorted(alone)
+        check_stop_and_close(llm, outputs[0])
         workers = pids_of_workers()
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
     (code, out, line), (other_code, other_out, other_line) = ends_of(launched, "rank ")
@@ -94,6 +97,17 @@ def test_workers_and_launched_ranks_give_the_tokens_of_one_process():
     for rank, told in enumerate(sorted(said)):
         assert re.fullmatch(rf"rank {rank} of 2: \d\.\d\d GB \(weights .*\); experts .*", told)
     assert [tuple(one["token_ids"]) for one in json.loads(out)["outputs"]] == alone
+
+
+def check_stop_and_close(llm, output):
+    """A stop string ends its request in its rank; a closed stream aborts there, too."""
+    stop = output.text[1:]
+    params = [SamplingParams(max_tokens=3, ignore_eos=True, seq_seed=0, stop=stop)] * 2
+    both = llm.generate([PROMPTS[0]] * 2, params)  # one on each rank
+    assert [(o.text, o.finish_reason) for o in both] == [(output.text[:1], "stop")] * 2
+    with llm.stream(PROMPTS, SamplingParams(max_tokens=500, ignore_eos=True)) as stream:
+        next(stream)
+    assert not llm.engine.has_unfinished_requests()
 
 
 def test_a_killed_worker_ends_the_others_with_an_error(tmp_path):
@@ -115,6 +129,66 @@ def test_a_killed_worker_ends_the_others_with_an_error(tmp_path):
     assert (tmp_path / "run.rank0.steps.parquet").exists(), "what rank 0 recorded is lost"
 
 
+def test_a_stopped_worker_ends_the_group_within_its_timeout():
+    """It hangs and does not die: nobody's connection closes."""
+    llm = LLM(CHECKPOINT, **OPTIONS, data_parallel_size=2, group_timeout_s=8.0)
+    params = SamplingParams(max_tokens=500, ignore_eos=True)
+    try:
+        stream = llm.stream([[5, 6], [7, 8]], params)
+        for _ in range(4):
+            next(stream)
+        workers = pids_of_workers()
+        os.kill(workers[1], signal.SIGSTOP)
+        start = time.monotonic()
+        last = []
+        with pytest.raises(GroupError, match="rank 1 was not heard of for 8 s"):
+            last.extend(stream)
+        assert time.monotonic() - start < 60
+        reasons = [output.finish_reason for output in last if output.finished]
+        assert reasons == ["error"] * 2
+        assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    finally:
+        llm.close()
+
+
+def test_a_front_that_does_not_listen_holds_no_rank_up():
+    mine, theirs = multiprocessing.Pipe()
+    outbox = _Outbox(theirs)
+    for number in range(30):
+        outbox.put((number, bytes(1_000_000)))  # more than any pipe takes in
+    assert [mine.recv()[0] for _ in range(30)] == list(range(30))
+    outbox.close()
+
+
+def test_nobody_but_the_machine_itself_reaches_the_store():
+    store = lead_store(LOOPBACK, 0)
+    table = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+    places = [line.split()[1:4] for line in table.splitlines()]
+    listening = [
+        own for own, _, state in places if state == "0A" and own.endswith(f":{store.port:04X}")
+    ]
+    assert listening == [f"0100007F:{store.port:04X}"]
+
+
+def test_ranks_with_another_token_do_not_meet():
+    store = lead_store(LOOPBACK, 0)
+    address = RankAddress(1, 2, LOOPBACK, store.port, token="guessed")
+    PrefixStore("minideepinfer-0-secret", store).set("rank0", "here")
+    with pytest.raises(ConfigError) as error:
+        join_group(address, start_s=1.0)
+    assert str(error.value) == "WORLD_SIZE = 2: not all ranks have come within 1 s: missing 0"
+
+
+def test_ranks_of_several_machines_need_a_token(monkeypatch):
+    for name, value in (("WORLD_SIZE", "4"), ("RANK", "0"), ("MASTER_PORT", "29500"),
+                        ("LOCAL_WORLD_SIZE", "2"), ("MASTER_ADDR", "10.0.0.7")):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="MDI_GROUP_TOKEN = '': ranks on several machines need"):
+        RankAddress.from_environment()
+    monkeypatch.setenv("MDI_GROUP_TOKEN", "a" * 16)
+    assert not RankAddress.from_environment().is_local
+
+
 def test_launched_ranks_that_disagree_both_say_so():
     ends = ends_of(start_ranks(free_port(), [], ["--set=lookahead=1"]))
     for code, _, errors in ends:
@@ -133,8 +207,20 @@ def test_a_port_in_use_is_one_line_on_every_rank():
             LLM(CHECKPOINT, **OPTIONS, data_parallel_size=2, group_port=port)
         with pytest.raises(ConfigError, match=f"group_port = {port}: cannot be had"):
             join_group(leader)
-        with pytest.raises(ConfigError, match=f"MASTER_PORT = {port}: no group of ranks"):
+        with pytest.raises(
+            ConfigError, match=f"rank 1 has not met a group at .* = 127.0.0.1:{port} "
+        ):
             join_group(other, start_s=1.0)
+
+
+def test_a_lone_rank_says_that_nobody_is_there():
+    address = RankAddress(1, 2, LOOPBACK, free_port())
+    with pytest.raises(ConfigError) as error:
+        join_group(address, start_s=0.3)
+    assert str(error.value) == (
+        f"WORLD_SIZE = 2: rank 1 has not met anybody at MASTER_ADDR:MASTER_PORT = 127.0.0.1:"
+        f"{address.port} within 0.3 s (Connection refused); were all ranks started?"
+    )
 
 
 def test_an_error_while_a_worker_loads_is_the_callers():

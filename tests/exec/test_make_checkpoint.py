@@ -240,8 +240,8 @@ def test_too_little_space_is_said_before_anything_is_written(tmp_path, monkeypat
         ({"preset": "tiny", "layers": 6}, "layers = 6: preset 'tiny' has its own"),
         ({"preset": "flash-slice", "layers": 5}, "layers = 5: must lie in 6 .. 40"),
         ({"preset": "flash-slice", "layers": 41}, "layers = 41: must lie in 6 .. 40"),
-        ({"num_experts": 2}, "num_experts_per_tok = 3"),
-        ({"num_experts": 0}, "n_routed_experts = 0"),
+        ({"num_experts": 2}, "experts = 2: must be from 3"),
+        ({"num_experts": 5000}, "experts = 5000: must be from 3, those a token takes, to 4096"),
         ({"shard_bytes": 0}, "shard_bytes = 0: must be at least 1"),
     ],
 )

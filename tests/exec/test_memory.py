@@ -108,8 +108,9 @@ def test_a_draft_head_and_an_image_tower_are_not_counted(tiny_config):
 
 @pytest.mark.parametrize("numerics", list(Numerics))
 def test_a_step_stays_below_the_workspace(source, numerics):
-    model = Transformer(source.config, Weights(source.tensors), token_map=source.token_map,
-                        numerics=numerics)  # fmt: skip
+    budget = ExpansionBudget(folds_experts=numerics is Numerics.FOLDED)
+    model = Transformer(source.config, Weights(source.tensors, budget=budget),
+                        token_map=source.token_map, numerics=numerics)  # fmt: skip
     layout = CacheLayout(config=source.config, numerics=numerics)
     cache = DeviceCache(layout, num_blocks=16, num_slots=3, device="cpu")
     half, tables = ROWS // 2, (range(1, 5), range(5, 9))

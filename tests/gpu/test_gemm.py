@@ -102,9 +102,9 @@ def test_expert_product(name, tokens, n, k):
     torch.manual_seed(tokens)
     chosen = ROUTINGS[name](tokens, experts).to("cuda", torch.int32).contiguous()
     weights = fp4_weights(experts, n, k)
-    tile = tile_rows(chosen.numel(), experts)
-    groups = group_rows(chosen, experts, tile)
     x = quantise_activation(normal(chosen.numel(), k))
+    tile = tile_rows(x, chosen.numel(), experts)
+    groups = group_rows(chosen, experts, tile)
     found = expert_gemm(x, weights.packed(), groups, tile)
     wanted = expert_gemm_ref(x, weights, groups, tile)
     assert_rounded_sums(found, wanted)
@@ -125,23 +125,46 @@ def test_decoding_in_registers_and_by_the_portable_loop_agree():
     """What other architectures run must be what this one was tested with."""
     from mdi_exec.ops.kernels import weight_gemm
 
-    x = quantise_activation(normal(70, 512))
-    for weight, is_fp8 in ((fp8_weight(256, 512), True), (fp4_weights(1, 256, 512), False)):
-        packed, found = weight.packed(), []
-        for in_registers in (True, False):
-            kernel = weight_gemm.compiled(
-                weight_gemm.weight_gemm, 256, 512, 1, is_fp8, "bfloat16", 64, 128, 128, 4, 2,
-                in_registers,
-            )  # fmt: skip
-            out = torch.full((70, 256), torch.nan, dtype=torch.bfloat16, device="cuda")
-            tiles = weight_gemm._even_tiles(70, 1, 64, x.device)
-            codes = packed.codes.view(1, 256, -1)
-            scales = packed.scales.view(torch.uint8).view(1, -1, 16)
-            kernel(x, codes, scales, *tiles, out)
-            found.append(out)
-        assert_bits(*found)
-        wanted = matmul_ref(x, weight.dequantised().view(256, 512)).to(torch.bfloat16)
-        assert_rounded_sums(found[0], wanted)
+    x, weight, found = quantise_activation(normal(70, 512)), fp8_weight(256, 512), []
+    packed = weight.packed()
+    tiles = weight_gemm._even_tiles(70, 1, 64, x.device)
+    scales = packed.scales.view(torch.uint8).view(1, -1, 16)
+    for in_registers in (True, False):
+        kernel = weight_gemm.compiled(
+            weight_gemm.weight_gemm, 256, 512, 1, 64, 128, 128, 4, 2, in_registers
+        )
+        out = torch.full((70, 256), torch.nan, dtype=torch.bfloat16, device="cuda")
+        kernel(x, packed.codes.view(1, 256, -1), scales, *tiles, out)
+        found.append(out)
+    assert_bits(*found)
+    assert_rounded_sums(found[0], matmul_ref(x, weight.dequantised()).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(("n", "k"), [(320, 2304), (128, 64)])
+def test_experts_by_the_portable_loop_agree(n, k):
+    from mdi_exec.ops.kernels.weight_gemm import portable_expert_gemm
+
+    chosen = torch.rand(100, 16, device="cuda").argsort(1)[:, :6].sort(1).values.to(torch.int32)
+    weights, x = fp4_weights(16, n, k).packed(), quantise_activation(normal(600, k))
+    groups = group_rows(chosen.contiguous(), 16, 64)
+    assert_bits(portable_expert_gemm(x, weights, groups, 64), expert_gemm(x, weights, groups, 64))
+
+
+def test_blocks_share_out_experts_of_any_size():
+    """More items than multiprocessors, of very different sizes, again and again from one queue."""
+    counts = torch.tensor([700, 0, 1, 129, 128, 3, 257, 90, 16, 17, 0, 40, 33, 500, 81, 5])
+    chosen = torch.arange(16).repeat_interleave(counts)[torch.randperm(2000)].view(-1, 1)
+    chosen = chosen.to("cuda", torch.int32)
+    weights = fp4_weights(16, 4608, 256).packed()
+    groups = group_rows(chosen, 16, 128)
+    wanted = None
+    for seed in (0, 1, 0):
+        x = quantise_activation(normal(2000, 256, seed=seed))
+        found = expert_gemm(x, weights, groups, 128)
+        assert_rounded_sums(found, expert_gemm_ref(x, weights, groups, 128))
+        if seed == 0 and wanted is not None:
+            assert_bits(found, wanted)
+        wanted = found if wanted is None else wanted
 
 
 @pytest.mark.parametrize("width", [5120, 128])

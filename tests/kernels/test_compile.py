@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 
 import mdi_exec.ops.kernels
-from mdi_exec.ops.kernels.jit import ARCHITECTURES, Sample, compile_for
+from mdi_exec.ops.kernels.jit import Sample, compile_for
 
 FAMILIES = [
     module.name
@@ -19,10 +19,11 @@ def samples():
     for family in FAMILIES:
         for sample in import_module(f"mdi_exec.ops.kernels.{family}").SAMPLES:
             sizes = ",".join(map(str, sample.args))
-            yield pytest.param(sample, id=f"{family}.{sample.builder.__name__}({sizes})")
+            name = f"{family}.{sample.builder.__name__}({sizes})"
+            for architecture in sample.architectures:
+                yield pytest.param(sample, architecture, id=f"{name}-{architecture}")
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("sample", list(samples()))
+@pytest.mark.parametrize(("sample", "architecture"), list(samples()))
 def test_kernel_compiles(sample: Sample, architecture):
     assert "__global__" in compile_for(architecture, sample).get_kernel_source()

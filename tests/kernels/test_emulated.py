@@ -2,8 +2,9 @@
 
 Where no GPU is at hand this is what shows that a kernel computes the right numbers. Whole families
 run the very tests of `tests/gpu`, on fewer rows and sizes, with fresh tensors full of garbage. Not
-here: kernels of tensor cores (gemm, weight_gemm, sparse_attention, index_scores), which plain C++
-cannot run; and what only a GPU shows: its own exponentials, races, speed, other architectures.
+here: kernels of tensor cores (gemm, weight_gemm, expert_gemm, sparse_attention, index_scores),
+which plain C++ cannot run; and what only a GPU shows: its own exponentials, races, speed, other
+architectures.
 """
 
 from importlib import import_module
@@ -21,6 +22,7 @@ from mdi_exec.ops.kernels import top_entries as top_entries_kernels
 from mdi_exec.ops.sampler import Sampler, sample_ref
 from tests.exec.draws import rows_of_draws
 from tests.gpu import test_engram as on_gpu_engram
+from tests.gpu import test_folding as folding
 from tests.gpu import test_hyper_connections as hyper_connections
 from tests.gpu import test_norm as norm
 from tests.gpu import test_quantise as quantise
@@ -36,8 +38,8 @@ from tests.kernels.emulator import Emulator, what_is_missing
 
 pytestmark = pytest.mark.skipif(what_is_missing() is not None, reason=what_is_missing() or "")
 
-FAMILIES = ("engram", "hc_coefficients", "hyper_connections", "norm", "quantise", "rope", "routing",
-            "row_pool", "sampler", "swiglu", "top_entries")  # fmt: skip
+FAMILIES = ("engram", "folding", "hc_coefficients", "hyper_connections", "norm", "quantise", "rope",
+            "routing", "row_pool", "sampler", "swiglu", "top_entries")  # fmt: skip
 ROWS = (1, 3, 33)
 rows_of_each = pytest.mark.parametrize("rows", ROWS)
 
@@ -92,6 +94,12 @@ def test_rounded_values(name):
     for rows in ROWS:
         quantise.test_values_of_any_number_of_rows(name, rows)
     quantise.test_nothing_is_written_beyond_the_output(name)
+
+
+@rows_of_each
+@pytest.mark.parametrize("width", [64, 2304])
+def test_folded_rows(rows, width):
+    folding.test_folded_rows_are_exact(width, rows)
 
 
 @rows_of_each

@@ -4,6 +4,7 @@ Exceptions stand in the lists here and may only become fewer.
 """
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -119,3 +120,15 @@ def test_the_core_loads_without_torch_and_simpy():
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == len(CORE) - 1  # less __init__
+
+
+def test_each_question_of_the_index_has_its_file():
+    """At least twenty, each answered by a path that exists; no file answers two."""
+    page = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| ") and "?" in line]
+    answers = [re.findall(r"`([\w/]+(?:\.py|/))`", line.rsplit(" | ", 1)[1]) for line in rows]
+    assert len(rows) >= 20
+    assert all(answers)
+    named = [path for paths in answers for path in paths]
+    assert len(named) == len(set(named))
+    assert [path for path in named if not (ROOT / path).exists()] == []

@@ -15,7 +15,7 @@ from mdi_exec.engine.sampling import SamplingParams
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.cost.linear import PREFILL_TERMS, DecodeTerms, LinearCost, PrefillTerms
 from mdi_shared.errors import ConfigError
-from mdi_sim.retrace import recorded_requests, recorded_shape, replay_recorded
+from mdi_sim.retrace import recorded_description, recorded_requests, replay_recorded
 from mdi_sim.simulate import simulate
 
 CHECKPOINT = Path(__file__).parents[1] / "golden" / "tiny"
@@ -79,7 +79,7 @@ def test_the_executor_and_the_simulator_choose_the_same_chunks(model_file):
         recorded_requests(run),
         scheduler=SchedulerConfig.from_mapping(run.metadata.config["scheduler"]),
         cost=LinearCost.from_json(path),
-        shape=recorded_shape(run),
+        shape=recorded_description(run).shape,
     )
     assert chunks(simulated) == chunks(run)
     assert chunks(replay_recorded(run)) == chunks(run), "the record alone says how to chunk"
@@ -96,7 +96,7 @@ def test_a_model_too_uncertain_leaves_the_token_budget_in_both_worlds(model_file
         recorded_requests(run),
         scheduler=SchedulerConfig.from_mapping(run.metadata.config["scheduler"]),
         cost=LinearCost.from_json(path),
-        shape=recorded_shape(run),
+        shape=recorded_description(run).shape,
     )
     assert chunks(simulated) == chunks(run)
 

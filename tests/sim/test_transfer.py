@@ -212,7 +212,7 @@ def test_a_prediction_survives_its_file(document, tmp_path):
 @pytest.mark.parametrize(("path", "value", "says"), [
     (("kind",), "linear", "kind = 'linear': must be 'predicted'"),
     (("schema_version",), 9, "schema_version = 9: must be 1"),
-    (("hardware",), "mi300", "hardware = 'mi300': must be one of h200, b200"),
+    (("hardware",), "mi300", "hardware = 'mi300': must be one of h100, h200"),
     (("ep",), "4", "ep = '4': must be an int"),
     (("ep",), 5, "ep = 5: must divide"),
     (("shape",), [], r"shape = \[\]: must be an object"),

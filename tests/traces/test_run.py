@@ -3,8 +3,13 @@
 import pyarrow as pa
 import pytest
 
+from mdi_analysis import summarize
+from mdi_shared.cost.shape import TINY
 from mdi_shared.errors import TraceError
+from mdi_sim.simulate import simulate
+from mdi_traces import generate_workload
 from mdi_traces import run as run_module
+from mdi_traces.requests import RequestTrace, put_column
 from mdi_traces.run import Run, load_run
 
 from .conftest import make_run
@@ -98,3 +103,14 @@ def test_files_of_different_runs_do_not_mix(tmp_path):
     (tmp_path / "two.steps.parquet").replace(tmp_path / "one.steps.parquet")
     with pytest.raises(TraceError, match="different runs"):
         load_run(tmp_path / "one")
+
+
+def test_a_run_without_a_step_has_an_empty_item_table(tmp_path):
+    """Whoever arrives after the end of the run has no items; they are made from no pieces."""
+    work = generate_workload("azure-conv", num_requests=3, seed=1)
+    later = put_column(work.table, "arrival_ns", pa.array([10**10] * 3, pa.int64()))
+    run = simulate(RequestTrace(later, work.metadata), shape=TINY, until_s=1.0)
+    assert (list(run.item_pieces()), run.items_table.num_rows) == ([], 0)
+    run.save(tmp_path / "r")
+    assert load_run(tmp_path / "r").items_table.num_rows == 0
+    assert summarize(run).latency.itl_ms.n == 0

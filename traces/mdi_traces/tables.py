@@ -67,7 +67,7 @@ def build_run(
         steps=steps,
         requests=requests,
         metadata=metadata,
-        items=lambda: pa.concat_tables(pieces()),
+        items=lambda: pa.concat_tables(list(pieces()) or [ITEM_SCHEMA.empty_table()]),
         pieces=pieces,
     )
 

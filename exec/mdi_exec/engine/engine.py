@@ -38,7 +38,6 @@ from mdi_shared.loop import (
     serve,
 )
 from mdi_shared.plan import Ending, StepOutcome, StepPlan, StepResult
-from mdi_shared.request import Request
 from mdi_shared.scheduler import Scheduler
 from mdi_traces.run import Run
 
@@ -83,7 +82,7 @@ class LLMEngine:
         self.more_to_come = False
         self.vocab_size = vocab_size
         self.recording = recording
-        self._book = RequestBook(vocab_size, tokenizer, seed)
+        self.book = RequestBook(vocab_size, tokenizer, seed)
         self._inbox: list[RequestState] = []
         self._aborts: list[str] = []
         self._by_seq: dict[int, RequestState] = {}
@@ -128,31 +127,27 @@ class LLMEngine:
         """
         self.check_request(prompt_token_ids, params)
         assert rank is None or self.takes(rank), f"rank {rank}'s request, on {self.group.rank}"
-        with self._book.lock:
+        with self.book.lock:
             self._require_open()  # asked again: it may have stopped meanwhile
             arrival_ns = self.now_ns() if arrival_ns is None else arrival_ns
-            state = self._book.add(prompt_token_ids, params, req_id, arrival_ns, sink)
+            state = self.book.add(prompt_token_ids, params, req_id, arrival_ns, sink)
             self._inbox.append(state)
         return state.req_id
 
     def check_request(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raise what `add_request` would raise for this prompt; queue nothing."""
         self._require_open()
-        self._book.check(prompt_token_ids, params)
+        self.book.check(prompt_token_ids, params)
 
     def abort_request(self, req_id: str) -> None:
         """End a request at the next step; unknown and finished ids are ignored."""
         require_name(req_id)
-        with self._book.lock:
+        with self.book.lock:
             self._aborts.append(req_id)
 
     def takes(self, rank: int) -> bool:
         """Say whether requests placed on `rank` are added here."""
         return rank == self.group.rank
-
-    def draw_seed(self, params: SamplingParams) -> SamplingParams:
-        """See `RequestBook.draw_seed`."""
-        return self._book.draw_seed(params)
 
     def expect_requests(self) -> None:
         """In a group: some rank gets requests now, so take part in turns until all are idle."""
@@ -179,7 +174,7 @@ class LLMEngine:
     @property
     def is_quiet(self) -> bool:
         """Whether the loop sleeps, since no rank has work, and nothing was added here since."""
-        return isinstance(self._effect, AwaitArrival) and not self._book.live
+        return isinstance(self._effect, AwaitArrival) and not self.book.live
 
     @property
     def is_idle(self) -> bool:
@@ -188,23 +183,23 @@ class LLMEngine:
 
     def abort_all(self) -> None:
         """End all requests at the next step."""
-        with self._book.lock:
-            self._aborts += list(self._book.live)
+        with self.book.lock:
+            self._aborts += list(self.book.live)
 
     def has_unfinished_requests(self) -> bool:
         """Say whether some request has not been answered in full yet, in a group on any rank."""
-        return bool(self._book.live) or not self._is_idle
+        return bool(self.book.live) or not self._is_idle
 
     # ---- turns ---------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
         """Run one turn of the loop and return what became visible in it; see `turn`."""
         self.turn()
-        return self._book.take()
+        return self.book.take()
 
     def take_outputs(self) -> list[RequestOutput]:
         """Return what no `step` has returned; after an error, last outputs of all who waited."""
-        return self._book.take()
+        return self.book.take()
 
     def turn(self) -> None:
         """Run one turn of the loop; its outputs go where their requests asked.
@@ -255,7 +250,7 @@ class LLMEngine:
         self._stopped = self._stopped or reason
         if leaves_group:
             self.group.close()  # first: the worker may be waiting for another rank
-        self._book.end_all()
+        self.book.end_all()
         self.runner.close()
 
     def _require_open(self) -> None:
@@ -294,7 +289,8 @@ class LLMEngine:
 
     def _is_woken(self) -> bool:
         """Say whether any rank has news; an idle group that expects some naps a little first."""
-        has_news = self._has_news()
+        with self.book.lock:
+            has_news = bool(self._inbox or self._aborts or self._leaving)
         if self.group.size == 1:
             return has_news
         known = HAS_COME if has_news else MAY_COME if self.more_to_come else NOTHING_COMES
@@ -307,12 +303,8 @@ class LLMEngine:
             self._nap_s = _SHORTEST_NAP_S
         return heard == HAS_COME
 
-    def _has_news(self) -> bool:
-        with self._book.lock:
-            return bool(self._inbox or self._aborts or self._leaving)
-
     def _poll(self) -> News:
-        with self._book.lock:
+        with self.book.lock:
             # A name is free again once the scheduler has let go of it: after this look.
             held = {state.req_id for state in self._inbox if state.req_id in self._leaving}
             arrived = [state for state in self._inbox if state.req_id not in held]
@@ -331,17 +323,7 @@ class LLMEngine:
             self._num_submitted += 1
             if self.recording is not None:
                 self.recording.submitted(state)
-        return News(tuple(self._request(state) for state in arrived), tuple(aborts))
-
-    def _request(self, state: RequestState) -> Request:
-        params = state.params
-        return Request(
-            req_id=state.req_id,
-            prompt_len=state.prompt_len,
-            max_tokens=params.max_tokens,
-            ignore_eos=params.ignore_eos,
-            stop_token_ids=params.stop_token_ids,
-        )
+        return News(tuple(state.request() for state in arrived), tuple(aborts))
 
     # ---- effects -------------------------------------------------------------------------------
 
@@ -392,28 +374,21 @@ class LLMEngine:
             state.tokens.extend(new)
             state.logprobs.append(flight.tokens.logprobs[index])
             if state.finish_reason is None and state.has_stop_string():
+                # The scheduler knows no text and will be told to end it; what steps in flight may
+                # bring of it, nobody sees.
                 state.finish_reason = "stop"
-                self._book.show(state, new)
-                self._leave(state)
+                self._leaving.append(state.req_id)
+                self.book.show(state, new)
+            elif state.finish_reason is None and seq_id not in ended:
+                self.book.show(state, new)
             if seq_id in ended:
                 self._finish(ended[seq_id], new)
-            elif state.finish_reason is None:
-                self._book.show(state, new)
-
-    def _leave(self, state: RequestState) -> None:
-        """Have the scheduler, which knows no text, end a request that has run into a stop string.
-
-        Steps in flight may bring further tokens of it, which nobody sees.
-        """
-        with self._book.lock:
-            self._leaving.append(state.req_id)
 
     def _finish(self, ending: Ending, new: tuple[int, ...]) -> None:
         """Show a request's last output and forget it; steps in flight keep their own list."""
         state = self._by_seq.pop(ending.seq_id)
         if state.finish_reason is None:
             state.finish_reason = ending.reason
-            self._book.show(state, new)
+            self.book.show(state, new)
         else:
-            with self._book.lock:
-                self._leaving.remove(state.req_id)
+            self._leaving.remove(state.req_id)

@@ -233,7 +233,7 @@ class LLM:
         if engine.num_ranks == 1:
             return engine.add_request(ids, params, sink=sink)
         with self._placing:
-            name, params = str(self._num_placed), engine.draw_seed(params)
+            name, params = str(self._num_placed), engine.book.draw_seed(params)
             self._num_placed += 1
             rank = self._placement.place(len(ids), params.max_tokens, engine.num_ranks)
         if not engine.takes(rank):

@@ -77,7 +77,10 @@ class LoadedModel:
         require_fits_on(estimate, self.options.device)
         if self.options.uses_kernels and self.options.compile_ahead and group.size == 1:
             self._compile_ahead(scheduler_options, on_estimate)
-        budget = ExpansionBudget(self.options.expanded_weights_bytes, self.options.uses_kernels)
+        budget = ExpansionBudget(
+            self.options.expanded_weights_bytes, self.options.uses_kernels,
+            folds_experts=numerics is Numerics.FOLDED,
+        )  # fmt: skip
         weights = Weights(self.source.tensors, self.options.device, budget=budget, shard=self.shard)
         self.transformer = Transformer(
             self.config,

@@ -23,6 +23,7 @@ DEFAULT_MAX_MODEL_LEN = 4_096
 DEFAULT_KV_CACHE_GB = 1.0
 DEFAULT_EXPANDED_WEIGHTS_GB = 1.0  # on a CPU, where only reference ops run
 DEFAULT_COPIES_GB = 16.0  # on a GPU: what all dense weights of the released model take, and more
+MOST_TIMEOUT_S = 1_000_000
 LOADING = (
     "device", "numerics", "revision", "weight_cache_memory_gb", "expanded_weights_memory_gb",
     "data_parallel_size", "expert_parallel_size", "exchange", "group_port", "group_timeout_s",
@@ -34,7 +35,8 @@ LOADING = (
 class EngineOptions:
     """Where and how the model runs.
 
-    `device` is a torch device name. `numerics` is "quantised" (the released rounding) or "float32".
+    `device` is a torch device name. `numerics` is "quantised" (the released rounding),
+    "folded" (experts as FP8) or "float32".
     KV blocks come from `kv_cache_memory_gb`, or from what `gpu_memory_utilization` of the device's
     memory leaves beside the weights; without either, 1 GB. `weight_cache_memory_gb` refuses to
     load a model whose weights take more. `expanded_weights_memory_gb` is spent on unpacked copies
@@ -108,8 +110,9 @@ class EngineOptions:
         placement_by_name(self.placement)
         if not 0 <= self.group_port < 1 << 16:
             raise ConfigError("group_port", self.group_port, "must be from 0 to 65535")
-        if not self.group_timeout_s > 0:
-            raise ConfigError("group_timeout_s", self.group_timeout_s, "must be above 0 s")
+        if not 0 < self.group_timeout_s <= MOST_TIMEOUT_S:
+            raise ConfigError("group_timeout_s", self.group_timeout_s,
+                              f"must be above 0 and at most {MOST_TIMEOUT_S:,} s")  # fmt: skip
 
     def require_group(self, size: int) -> None:
         """Raise `ConfigError` unless these options fit a group of `size` ranks."""
@@ -136,7 +139,7 @@ class EngineOptions:
     @property
     def uses_kernels(self) -> bool:
         """Whether weights are for kernels: the released rounding, on a GPU."""
-        return self.device != "cpu" and self.numerics == Numerics.QUANTISED.value
+        return self.device != "cpu" and self.numerics != Numerics.FLOAT32.value
 
     @property
     def expanded_weights_bytes(self) -> float:

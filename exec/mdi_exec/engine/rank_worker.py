@@ -9,6 +9,7 @@ Read next: `workers.py`, `engine.py`.
 import queue
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -23,6 +24,8 @@ from mdi_exec.errors import EngineStoppedError, GroupError
 from mdi_exec.ranks.parallel import RankAddress
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.errors import MiniDeepInferError
+
+_LAST_SEND_S = 5.0
 
 # ---- from the front ----------------------------------------------------------------------------
 
@@ -62,6 +65,11 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
+class Ping:
+    """Say that you are there; answered at any time, while the rank loads too."""
+
+
+@dataclass(frozen=True, slots=True)
 class Serve:
     """Begin to take turns with the group."""
 
@@ -79,6 +87,11 @@ class Estimate:
     """What the rank will take of its device's memory, in words; it loads after that."""
 
     line: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    """The answer to a `Ping`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +137,13 @@ def run_rank(pipe: Connection, setup: Setup) -> None:
     """Be one rank until the front closes it or goes away. The whole of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the front decides
     torch.set_num_threads(setup.num_threads)
+    outbox = _Outbox(pipe)
     try:
-        _Worker(pipe, setup).run()
+        _Worker(pipe, setup, outbox.put).run()
     except Exception as error:  # noqa: BLE001 - the front raises it
-        with suppress(OSError):  # the front may have gone
-            pipe.send(Failed(_picklable(error)))
+        outbox.put(Failed(_picklable(error)))
+    finally:
+        outbox.close()
 
 
 def _picklable(error: Exception) -> Exception:
@@ -137,22 +152,46 @@ def _picklable(error: Exception) -> Exception:
     return GroupError(f"{type(error).__name__}: {error}")
 
 
+class _Outbox:
+    """Sends in the background: a front that does not listen for a while holds nobody up."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._messages: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.put = self._messages.put
+        self._thread = threading.Thread(target=self._send, name="outbox", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send what is left, unless the front takes nothing in any more."""
+        self.put(None)
+        self._thread.join(_LAST_SEND_S)
+
+    def _send(self) -> None:
+        with suppress(OSError):  # the front may have gone
+            while (message := self._messages.get()) is not None:
+                self._pipe.send(message)
+
+
 class _Worker:
-    def __init__(self, pipe: Connection, setup: Setup) -> None:
+    def __init__(self, pipe: Connection, setup: Setup, send: Callable[[object], None]) -> None:
         self.pipe = pipe
-        self.rank = Rank(
-            setup.model, setup.options, address=setup.address,
-            on_estimate=lambda line: pipe.send(Estimate(line)),
-        )  # fmt: skip
-        self.engine = self.rank.engine
+        self._send = send
         self._asked: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._serving = threading.Event()
+        self._is_loaded = threading.Event()
         self._is_closed = False
+        threading.Thread(target=self._read, name="pipe", daemon=True).start()
+        self.rank = Rank(
+            setup.model, setup.options, address=setup.address,
+            on_estimate=lambda line: send(Estimate(line)),
+        )  # fmt: skip
+        self.engine = self.rank.engine
+        self._is_loaded.set()
 
     def run(self) -> None:
         try:
-            threading.Thread(target=self._read, name="pipe", daemon=True).start()
-            self.pipe.send(Answer(self._ready()))
+            self._send(Answer(self._ready()))
             self._warm_up()
             self._serve()
         finally:
@@ -173,7 +212,7 @@ class _Worker:
             if what == "warm_up":
                 self.engine.warm_up()
             if what:
-                self.pipe.send(Answer(self._part() if what == "part" else None))
+                self._send(Answer(self._part() if what == "part" else None))
 
     def _serve(self) -> None:
         engine = self.engine
@@ -183,15 +222,15 @@ class _Worker:
             engine.more_to_come = not self._is_closed
             outputs = engine.step()
             if outputs:
-                self.pipe.send([OutputNews.of(output) for output in outputs])
+                self._send([OutputNews.of(output) for output in outputs])
             while not self._asked.empty():
                 what = self._asked.get()
                 if what == "part":
-                    self.pipe.send(Answer(self._part()))
+                    self._send(Answer(self._part()))
                 waiting_for_quiet = waiting_for_quiet or what == "quiet"
             if waiting_for_quiet and engine.is_quiet:
                 waiting_for_quiet = False
-                self.pipe.send(Answer(None))
+                self._send(Answer(None))
 
     def _part(self) -> object:
         recording = self.engine.recording
@@ -199,30 +238,32 @@ class _Worker:
         return recording.part(self.engine.scheduler)
 
     def _read(self) -> None:
-        while True:
-            try:
-                message = self.pipe.recv()
-                if isinstance(message, Add):
-                    self.engine.add_request(
-                        message.prompt_token_ids,
-                        message.params,
-                        message.req_id,
-                        arrival_ns=message.arrival_ns,
-                    )
-                elif isinstance(message, Abort):
-                    self.engine.abort_request(message.req_id)
-                elif isinstance(message, Ask):
-                    self._asked.put(message.what)
-                elif isinstance(message, Serve):
-                    self._serving.set()
-                    self._asked.put("")  # wakes whoever waits for a question
-            except EngineStoppedError:
-                return
-            except (EOFError, OSError):
-                message = Close()
-            if isinstance(message, Close):
-                self._is_closed = True
-                self.engine.abort_all()
-                self._serving.set()
-                self._asked.put("")
-                return
+        try:
+            while not self._is_closed:
+                self._obey(self.pipe.recv())
+        except EngineStoppedError:
+            return  # the main thread says why
+        except (EOFError, OSError):
+            self._obey(Close())
+
+    def _obey(self, message: object) -> None:
+        if isinstance(message, Ping):
+            self._send(Pong())
+        elif isinstance(message, Add):
+            self.engine.add_request(
+                message.prompt_token_ids, message.params, message.req_id,
+                arrival_ns=message.arrival_ns,
+            )  # fmt: skip
+        elif isinstance(message, Abort):
+            self.engine.abort_request(message.req_id)
+        elif isinstance(message, Ask):
+            self._asked.put(message.what)
+        elif isinstance(message, Serve):
+            self._serving.set()
+            self._asked.put("")  # wakes whoever waits for a question
+        elif isinstance(message, Close):
+            self._is_closed = True
+            self._is_loaded.wait()
+            self.engine.abort_all()
+            self._serving.set()
+            self._asked.put("")

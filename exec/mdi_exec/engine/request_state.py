@@ -15,6 +15,7 @@ from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.engine.text import OutputText
 from mdi_exec.weights.tokenizer import Tokenizer
 from mdi_shared.errors import ConfigError
+from mdi_shared.request import Request
 
 Logprobs = dict[int, float]
 ERROR = "error"  # finish reason of who still waited when the engine stopped
@@ -40,6 +41,14 @@ class RequestState:
     logprobs: list[Logprobs] = field(default_factory=list)
     block_table: "array[int]" = field(default_factory=lambda: ints32())
     finish_reason: str | None = None
+
+    def request(self) -> Request:
+        """Return what the scheduler needs to know."""
+        params = self.params
+        return Request(
+            req_id=self.req_id, prompt_len=self.prompt_len, max_tokens=params.max_tokens,
+            ignore_eos=params.ignore_eos, stop_token_ids=params.stop_token_ids,
+        )  # fmt: skip
 
     def has_stop_string(self) -> bool:
         """Say whether the text has run into one of `params.stop`; decodes what is new."""
@@ -93,6 +102,10 @@ class RequestBook:
         """
         name = req_id if req_id is not None else str(self._num_added)
         require_name(name)
+        if params.n != 1:
+            raise ConfigError("n", params.n, "must be 1 for a request; LLM adds one per output")
+        if type(arrival_ns) is not int:
+            raise ConfigError("arrival_ns", arrival_ns, "must be an integer")
         if name in self.live:
             raise ConfigError("req_id", name, "is in use by an unfinished request")
         state = RequestState(
@@ -116,8 +129,12 @@ class RequestBook:
 
         Likewise for stop strings where no tokenizer says what a token spells.
         """
-        if not prompt_token_ids:
-            raise ConfigError("prompt_token_ids", prompt_token_ids, "must hold at least one token")
+        if not isinstance(params, SamplingParams):
+            raise ConfigError("sampling_params", params, "must be a SamplingParams")
+        if not isinstance(prompt_token_ids, list) or not prompt_token_ids:
+            raise ConfigError(
+                "prompt_token_ids", prompt_token_ids, "must be a list of at least one token"
+            )
         if not _are_token_ids(prompt_token_ids, self.vocab_size):
             index = next(i for i, token in enumerate(prompt_token_ids)
                          if not _are_token_ids([token], self.vocab_size))  # fmt: skip

@@ -136,7 +136,7 @@ class TraceClient:
             heapq.heappush(self._due, (now_ns + self._thinks[next_row], next_row))
 
     def _draw_prompt(self, row: int) -> "np.ndarray[Any, np.dtype[np.int32]]":
-        dice = np.random.default_rng((self.seed, row))
+        rng = np.random.default_rng((self.seed, row))
         lowest = min(3, self.engine.vocab_size - 1)  # ids 0 to 2 are begin, end and padding
         shape = (self._prompt_lens[row],)
-        return dice.integers(lowest, self.engine.vocab_size, shape, dtype=np.int32)
+        return rng.integers(lowest, self.engine.vocab_size, shape, dtype=np.int32)

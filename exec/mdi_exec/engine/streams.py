@@ -7,11 +7,12 @@ thread at a time; what a turn brings for other calls waits in their queues. Read
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from types import TracebackType
 from typing import Protocol
 
 from mdi_exec.engine.request_state import ERROR, RequestOutput, Sink
-from mdi_shared.errors import ConfigError
+from mdi_shared.errors import ConfigError, MiniDeepInferError
 
 Place = tuple[int, int]  # index of the prompt, and of its sample
 
@@ -163,5 +164,6 @@ class OutputStream:
             self.__del__()
 
     def __del__(self) -> None:
-        self._abort()
+        with suppress(MiniDeepInferError):  # nobody is there to hear of it
+            self._abort()
         self._end()

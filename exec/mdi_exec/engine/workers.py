@@ -11,7 +11,11 @@ Read next: `rank_worker.py` (the other end), `parallel.py`, docs/parallel.md.
 """
 
 import multiprocessing
+import os
+import secrets
 import signal
+import socket
+import struct
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
@@ -31,6 +35,8 @@ from mdi_exec.engine.rank_worker import (
     Estimate,
     Failed,
     OutputNews,
+    Ping,
+    Pong,
     Ready,
     Serve,
     Setup,
@@ -39,14 +45,14 @@ from mdi_exec.engine.rank_worker import (
 from mdi_exec.engine.request_state import RequestBook, RequestOutput, Sink, require_name
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.errors import EngineStoppedError, GroupError
-from mdi_exec.ranks.parallel import RankAddress, lead_store, require_even_experts
+from mdi_exec.ranks.parallel import LOOPBACK, RankAddress, lead_store, require_even_experts
 from mdi_exec.weights.source import open_model
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.errors import ConfigError
 from mdi_traces.run import Run
 
-_HOST = "127.0.0.1"
 _LOOK_S = 0.002  # longest wait for news in one `step`
+_BEGIN_S = 120.0  # for a worker's process to begin: its imports take seconds
 _LAST_WORDS_S = 3.0  # after a rank's failure: for the one to be heard that failed first
 _LEAVE_S = 10.0  # for a worker to end by itself
 
@@ -71,13 +77,16 @@ class GroupEngine:
         self.vocab_size = self.source.config.vocab_size
         self.more_to_come = False
         self._on_estimate = on_estimate
-        self._book = RequestBook(self.vocab_size, self.source.tokenizer, options.seed)
+        self.book = RequestBook(self.vocab_size, self.source.tokenizer, options.seed)
         self._rank_of: dict[str, int] = {}
         self._answers: dict[int, object] = {}  # by rank, to the question now asked
         self._is_serving = False
         self._stopped: str | None = None
-        self._store = lead_store(_HOST, options.group_port)
+        self._store = lead_store(LOOPBACK, options.group_port)
         self._pipes: list[Connection] = []
+        self._asked_s: dict[int, float] = {}  # by rank: when it was pinged; it has not answered yet
+        self._heard_s: dict[int, float] = {}  # by rank: when it last said something
+        self._began_s = time.monotonic()
         self._workers: list[BaseProcess] = []
         try:
             self._start(model, given)
@@ -93,10 +102,13 @@ class GroupEngine:
 
     def _start(self, model: str | Path, given: dict[str, object]) -> None:
         # "spawn": a fork would copy threads' locks and, on a GPU, a context that cannot be copied.
-        context = multiprocessing.get_context("spawn")
+        context, token = multiprocessing.get_context("spawn"), secrets.token_hex()
         for rank in range(self.num_ranks):
             mine, theirs = context.Pipe()
-            address = RankAddress(rank, self.num_ranks, _HOST, self._store.port, local_rank=rank)
+            _limit_sending(mine, self.options.group_timeout_s)
+            address = RankAddress(
+                rank, self.num_ranks, LOOPBACK, self._store.port, local_rank=rank, token=token
+            )
             setup = Setup(address, str(model), given, torch.get_num_threads())
             worker = context.Process(
                 target=run_rank, args=(theirs, setup), name=f"rank {rank}", daemon=True
@@ -116,10 +128,6 @@ class GroupEngine:
         """Say whether requests placed on `rank` are added here: all are."""
         return 0 <= rank < self.num_ranks
 
-    def draw_seed(self, params: SamplingParams) -> SamplingParams:
-        """See `RequestBook.draw_seed`."""
-        return self._book.draw_seed(params)
-
     def expect_requests(self) -> None:
         """Let the ranks take turns; only their warm-up comes before that."""
         if not self._is_serving:
@@ -129,7 +137,7 @@ class GroupEngine:
     def check_request(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """As `LLMEngine.check_request`."""
         self._require_open()
-        self._book.check(prompt_token_ids, params)
+        self.book.check(prompt_token_ids, params)
 
     def add_request(
         self, prompt_token_ids: list[int], params: SamplingParams, req_id: str | None = None,
@@ -139,8 +147,8 @@ class GroupEngine:
         self.check_request(prompt_token_ids, params)
         self.expect_requests()
         rank, arrival_ns = rank or 0, self.now_ns() if arrival_ns is None else arrival_ns
-        with self._book.lock:
-            state = self._book.add(prompt_token_ids, params, req_id, arrival_ns, sink)
+        with self.book.lock:
+            state = self.book.add(prompt_token_ids, params, req_id, arrival_ns, sink)
             self._rank_of[state.req_id] = rank
             self._tell(rank, Add(state.req_id, prompt_token_ids, state.params, arrival_ns))
         return state.req_id
@@ -148,24 +156,24 @@ class GroupEngine:
     def abort_request(self, req_id: str) -> None:
         """As `LLMEngine.abort_request`."""
         require_name(req_id)
-        with self._book.lock:
+        with self.book.lock:
             if req_id in self._rank_of and self._stopped is None:
                 self._tell(self._rank_of[req_id], Abort(req_id))
 
     def has_unfinished_requests(self) -> bool:
         """Say whether some request has not been answered in full yet."""
-        return bool(self._book.live)
+        return bool(self.book.live)
 
     # ---- what the ranks say --------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
         """Return what became visible on any rank since the last call; see `turn`."""
         self.turn()
-        return self._book.take()
+        return self.book.take()
 
     def take_outputs(self) -> list[RequestOutput]:
         """As `LLMEngine.take_outputs`."""
-        return self._book.take()
+        return self.book.take()
 
     def turn(self) -> None:
         """Take in what became visible on any rank since the last call; waits 2 ms at most.
@@ -214,7 +222,7 @@ class GroupEngine:
             if self._stopped is None:
                 self._stopped = "it was closed"
                 self._tell_all(Close())
-            self._book.end_all()
+            self.book.end_all()
             self._end()
 
     def _require_open(self) -> None:
@@ -238,28 +246,46 @@ class GroupEngine:
             for pipe in ready:
                 self._hear(pipe)
             longest_s = 0.0
+        self._look_for_silence()
+
+    def _look_for_silence(self) -> None:
+        """Ask ranks that have been silent whether they are there; end the group without one."""
+        now_s, limit_s = time.monotonic(), self.options.group_timeout_s
+        for rank in range(self.num_ranks):
+            has_begun = rank in self._heard_s
+            if now_s - self._asked_s.get(rank, now_s) > limit_s + (0 if has_begun else _BEGIN_S):
+                raise self._fail(rank, Failed(GroupError(self._silence(rank))))
+            silent_s = now_s - self._heard_s.get(rank, self._began_s)
+            if silent_s > limit_s / 4 and rank not in self._asked_s:
+                self._asked_s[rank] = now_s
+                self._tell(rank, Ping())
+
+    def _silence(self, rank: int) -> str:
+        return f"rank {rank} was not heard of for {self.options.group_timeout_s:g} s"
 
     def _hear(self, pipe: object) -> None:
         rank, said = self._rank_at(pipe), _receive(pipe)
         if said is None or isinstance(said, Failed):
             raise self._fail(rank, said)
+        self._heard_s[rank] = time.monotonic()
+        self._asked_s.pop(rank, None)
         if isinstance(said, Answer):
             self._answers[rank] = said.value
         elif isinstance(said, Estimate):
             self._on_estimate(said.line)
-        else:
+        elif not isinstance(said, Pong):
             for news in said:
                 self._note(news)
 
     def _note(self, news: OutputNews) -> None:
-        with self._book.lock:
-            state = self._book.live[news.req_id]
+        with self.book.lock:
+            state = self.book.live[news.req_id]
             if news.finish_reason is not None:
                 del self._rank_of[news.req_id]
             state.tokens.extend(news.token_ids)
             state.logprobs += news.logprobs
             state.finish_reason = news.finish_reason
-            self._book.show(state, news.token_ids)
+            self.book.show(state, news.token_ids)
 
     def _tell(self, rank: int, message: object) -> None:
         try:
@@ -283,10 +309,12 @@ class GroupEngine:
             found = causes[0]
         elif dead:
             found = GroupError(f"rank {dead[0]} {self._how_it_ended(dead[0])}")
+        elif silent := [r for r in range(self.num_ranks) if r not in ends]:
+            found = GroupError(self._silence(silent[0]))
         else:
             found = next(error for error in ends.values() if error is not None)
         self._stopped = str(found)
-        self._book.end_all()
+        self.book.end_all()
         self._end(wait_s=_LAST_WORDS_S)
         return found
 
@@ -310,7 +338,9 @@ class GroupEngine:
         worker = self._workers[rank]
         worker.join(_LAST_WORDS_S)
         code = worker.exitcode
-        if code is not None and code < 0:
+        if code is None:
+            return f"took nothing in for {self.options.group_timeout_s:g} s"
+        if code < 0:
             return f"was killed by {signal.Signals(-code).name}"
         hint = "" if self._is_serving else (
             " while it started (a script that makes such an LLM must do so under "
@@ -328,6 +358,13 @@ class GroupEngine:
                 worker.join()
         for pipe in self._pipes:
             pipe.close()
+
+
+def _limit_sending(pipe: Connection, timeout_s: float) -> None:
+    """Let `pipe.send` fail when its reader takes nothing in for so long."""
+    with socket.socket(fileno=os.dup(pipe.fileno())) as same:
+        limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 def _receive(pipe: object) -> Any:  # noqa: ANN401 (any message of `rank_worker.py`)

@@ -6,7 +6,7 @@ options, library versions) have no meaning here and are left alone. The flat for
 text model only here: images need the nested form's `vision_config`.
 """
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from mdi_exec.model.config import ModelConfig, VisionConfig, require
 from mdi_shared.errors import ConfigError
+from mdi_shared.json_input import read_json
 
 
 class _Missing:
@@ -34,6 +35,7 @@ class _Name(NamedTuple):
 
 
 MODEL_TYPE = "deepseek_v41"
+MOST_DESCRIPTION_BYTES = 2**26
 
 # Only fields whose place or name differs; any other is text_config.<field>, flat <field>.
 _NAMES = {
@@ -124,14 +126,26 @@ def read_config(data: Mapping[str, Any]) -> ModelConfig:
 
 def read_config_file(path: Path) -> ModelConfig:
     """Read a config.json; raises `ConfigError` when it is absent, not JSON, or not usable."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError("config", str(path), f"cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError("config", str(path), f"is not JSON: {error}") from error
+    data = read_description(path, "config")
     require(isinstance(data, dict), "config", str(path), "must hold a JSON object")
+    assert isinstance(data, dict), "checked above"
     return read_config(data)
+
+
+def read_description(path: Path, what: str) -> object:
+    """Return what a JSON file of a checkpoint holds; raises `ConfigError` naming `what`.
+
+    Pipes and devices, files too large to be a description, and bottomless nesting are refused.
+    """
+    require(path.is_file() or not path.exists(), what, str(path), "must be a regular file")
+    if path.exists():
+        size = path.stat().st_size
+        require(size <= MOST_DESCRIPTION_BYTES, what, str(path), f"has {size:,} bytes; must be at "
+                f"most {MOST_DESCRIPTION_BYTES:,}")  # fmt: skip
+    try:
+        return read_json(path, what)
+    except RecursionError:
+        raise ConfigError(what, str(path), "is nested too deeply") from None
 
 
 def _key(field: str, is_nested: bool) -> str:
@@ -153,7 +167,8 @@ def _read(data: Mapping[str, Any], field: str, is_nested: bool) -> object:
     value = _look_up(data, key)
     if value is _MISSING and not is_nested:
         if field == "max_position_embeddings":  # the flat form implies it
-            return int(data["rope_factor"] * data["original_seq_len"])
+            factor, length = (_number(n, data.get(n)) for n in ("rope_factor", "original_seq_len"))
+            return int(min(factor * length, 2**53))
         if field in _FLAT_TOKEN_IDS:
             return _FLAT_TOKEN_IDS[field]
         if field == "image_token_id":
@@ -172,12 +187,17 @@ def _convert(key: str, value: object, declared: str) -> int | float | tuple[int,
         assert isinstance(value, list), "checked above"
         return tuple(value)
     if "float" in declared:
-        require(_is_int(value) or isinstance(value, float), key, value, "must be a number")
-        assert isinstance(value, int | float), "checked above"
-        return float(value)
+        return _number(key, value)
     require(_is_int(value), key, value, "must be an integer")
     assert isinstance(value, int), "checked above"
     return value
+
+
+def _number(key: str, value: object) -> float:
+    require(_is_int(value) or isinstance(value, float), key, value, "must be a number")
+    assert isinstance(value, int | float), "checked above"
+    require(abs(value) < math.inf and abs(value) < 10**300, key, value, "must be finite")
+    return float(value)
 
 
 def _is_int(value: object) -> bool:

@@ -15,6 +15,7 @@ from mdi_exec.model.step_context import StepContext
 from mdi_exec.model.weights import Weights
 from mdi_exec.ops.backend import runs_kernels
 from mdi_exec.ops.expert_gemm import expert_gemm, tile_rows
+from mdi_exec.ops.folding import FoldedWeight, fold_rows
 from mdi_exec.ops.gemm import quantised_gemm
 from mdi_exec.ops.quantise import Quantised, quantise_activation_ref
 from mdi_exec.ops.routing import combine, group_own_rows, group_rows, route
@@ -57,6 +58,9 @@ class Moe:
         experts, shared = weights.sub("experts"), weights.sub("shared_experts")
         self.w13 = experts.fp4_experts(("w1", "w3"), self.num_experts, inner, self.width)
         self.w2 = experts.fp4_experts(("w2",), self.num_experts, self.width, inner)
+        self.far_rows: Tensor | None = None
+        if isinstance(self.w13, FoldedWeight):
+            self.far_rows = torch.zeros(1, dtype=torch.int32, device=weights.device)
         self.shared_w13 = shared.fp8_stack(("w1", "w3"), inner, self.width)
         self.shared_w2 = QLinear(shared, "w2", self.width, inner)
 
@@ -88,11 +92,19 @@ class Moe:
         Rows for experts of other ranks come last, and what stands there means nothing.
         """
         group = group_rows if self.num_ranks == 1 else group_own_rows
-        tile = tile_rows(experts.numel() // self.num_ranks, self.num_own)
+        tile = tile_rows(x, experts.numel() // self.num_ranks, self.num_own)
         groups = group(experts, self.num_own, tile)
         ctx.note_expert_counts(groups.counts)
         token = groups.order // weights.shape[1]
+        x = self._operand(x)
         rows = x.rows(token) if isinstance(x, Quantised) else x[token]
         gate, up = expert_gemm(rows, self.w13, groups, tile).chunk(2, dim=1)
         hidden = swiglu_quantise(gate, up, self.limit, weights.flatten()[groups.order])
-        return expert_gemm(hidden, self.w2, groups, tile), groups.position
+        return expert_gemm(self._operand(hidden), self.w2, groups, tile), groups.position
+
+    def _operand(self, x: Quantised | Tensor) -> Quantised | Tensor:
+        """Return rounded rows in the form that the experts' weights multiply with.
+
+        `far_rows` counts folded rows of which some group lay far below the row's largest value.
+        """
+        return fold_rows(x, self.far_rows) if isinstance(self.w13, FoldedWeight) else x

@@ -143,7 +143,7 @@ class Transformer:
             return False
         tables = [engram.table.codes.device for engram in self.engrams.values()]
         is_here = all(device == self.embed.device for device in tables)
-        return self.device.type == "cuda" and self.numerics is Numerics.QUANTISED and is_here
+        return self.device.type == "cuda" and self.numerics is not Numerics.FLOAT32 and is_here
 
     @torch.inference_mode()
     def forward(

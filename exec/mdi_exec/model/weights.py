@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from mdi_exec.model.config import require
+from mdi_exec.ops.expert_gemm import ExpertWeights
+from mdi_exec.ops.folding import FoldedWeight, fold_weight, require_folding
 from mdi_exec.ops.gemm import QuantisedWeight
 from mdi_exec.ranks.exchange import WHOLE, ExpertShard
 from mdi_shared.errors import ConfigError
@@ -32,11 +34,12 @@ class ExpansionBudget:
 
     Copies change no result. References save a conversion at every call by float32 copies of any
     weight. With `for_kernels`, weights are packed for kernels, and dense ones get bfloat16 copies,
-    which many rows multiply faster.
+    which many rows multiply faster. With `folds_experts`, experts are folded (`Numerics.FOLDED`).
     """
 
     left_bytes: float = 0.0
     for_kernels: bool = False
+    folds_experts: bool = False
 
     def apply(self, weight: QuantisedWeight) -> QuantisedWeight:
         """Return the weight in its final form."""
@@ -46,6 +49,13 @@ class ExpansionBudget:
             self.left_bytes -= num_bytes
             weight = weight.expanded(dtype)
         return weight.packed() if self.for_kernels else weight
+
+    def expert_form(self, weight: QuantisedWeight) -> ExpertWeights:
+        """Return one expert's FP4 weight as it is stacked with others'."""
+        if self.folds_experts and self.for_kernels:
+            require_folding()
+        made = fold_weight(weight) if self.folds_experts else weight
+        return made.packed() if self.for_kernels else made
 
 
 CHECKED_AT_ONCE = 2**26  # values: bounds the scratch memory of a check
@@ -63,7 +73,7 @@ class FiniteCheck:
 
     def look(self, name: str, value: Tensor) -> None:
         """Begin to look at a tensor where it lies; it is not kept."""
-        if value.dtype != torch.int8 and value.numel():
+        if value.dtype != torch.int8 and value.numel() and not value.is_meta:
             parts = torch.split(value.reshape(-1), CHECKED_AT_ONCE)
             self._looks.append((name, torch.stack([_is_broken(part) for part in parts]).any()))
 
@@ -169,28 +179,29 @@ class Weights:
 
     def fp4_experts(
         self, names: tuple[str, ...], num_experts: int, rows: int, columns: int
-    ) -> QuantisedWeight:
+    ) -> ExpertWeights:
         """Return own experts' FP4 weights, `names` stacked: [own, names * rows, columns].
 
         Raises `ConfigError` when `num_experts` cannot be split over the ranks.
         """
+        stacked: list[Tensor] = []
         own = self.shard.experts(num_experts)
-        total, packs = len(names) * rows, self.budget.for_kernels
-        width, dtype = (columns // 8, torch.int32) if packs else (columns // 2, torch.int8)
-        all_codes = torch.empty(len(own), total, width, dtype=dtype, device=self.device)
-        all_scales = torch.empty(
-            len(own), total, columns // 32, dtype=torch.uint8, device=self.device
-        )
-        # Where only shapes are wanted there is nothing to fill in, and many experts to leave out.
-        for index, expert in enumerate(own if self.device.type != "meta" else ()):
+        # Where only shapes are wanted, one expert gives them.
+        read = own[:1] if self.device.type == "meta" else own
+        for index, expert in enumerate(read):
             scopes = [self.sub(f"{expert}.{name}") for name in names]
             codes = [s.tensor("weight", rows, columns // 2).view(torch.int8) for s in scopes]
             scales = [s.tensor("scale", rows, columns // 32).view(torch.uint8) for s in scopes]
-            all_scales[index] = torch.cat(scales)
-            weight = QuantisedWeight(torch.cat(codes), _as_scales(all_scales[index]))
-            all_codes[index] = (weight.packed() if packs else weight).codes
-        stacked = QuantisedWeight(all_codes, _as_scales(all_scales))
-        return stacked if packs else self.budget.apply(stacked)
+            weight = QuantisedWeight(torch.cat(codes), _as_scales(torch.cat(scales)))
+            made = self.budget.expert_form(weight)
+            if not stacked:
+                stacked = [part.new_empty(len(own), *part.shape) for part in made.parts]
+            for whole, part in zip(stacked, made.parts, strict=True):
+                whole.view(torch.uint8)[index] = part.view(torch.uint8)
+        if self.budget.folds_experts:
+            return FoldedWeight(*stacked)
+        found = QuantisedWeight(*stacked)
+        return found if self.budget.for_kernels else self.budget.apply(found)
 
 
 def _as_scales(raw: Tensor) -> Tensor:

@@ -18,8 +18,10 @@ from mdi_exec.ops.packing import (
     LARGEST_FP8_SCALE,
     pack_fp4,
     pack_fp8,
+    pack_scales,
     unpack_fp4,
     unpack_fp8,
+    unpack_scales,
 )
 from mdi_exec.ops.quantise import GROUP, Quantised, dequantise, unpack_e2m1
 from mdi_shared.errors import ConfigError
@@ -37,7 +39,8 @@ class QuantisedWeight:
 
     FP8: codes E4M3 [..., N, K], one E8M0 scale per 32x32 tile (the last tile may be cut).
     FP4: codes int8 [..., N, K/2], one E8M0 scale per (row, 32 inputs).
-    Packed, for kernels: the same codes as int32 words in another order (`packing.py`).
+    Packed, for kernels: the same codes as int32 words in another order, of FP4 with scales likewise
+    and inputs filled up to whole blocks (`packing.py`).
     `values`, when memory was granted for it, is what `dequantised` would compute every time, in
     float32 or bfloat16.
     """
@@ -64,8 +67,9 @@ class QuantisedWeight:
         """
         if not self.scales.is_meta:
             self._require_scales_fit()
-        codes = pack_fp8(self.codes) if self.is_fp8 else pack_fp4(self.codes)
-        return QuantisedWeight(codes, self.scales, self.values)
+        if self.is_fp8:
+            return QuantisedWeight(pack_fp8(self.codes), self.scales, self.values)
+        return QuantisedWeight(pack_fp4(self.codes), pack_scales(self.scales), self.values)
 
     def _require_scales_fit(self) -> None:
         most = LARGEST_FP8_SCALE if self.is_fp8 else LARGEST_FP4_SCALE
@@ -85,11 +89,23 @@ class QuantisedWeight:
             scales = scales.repeat_interleave(GROUP, dim=-2)[..., : values.shape[-2], :]
         else:
             values = unpack_e2m1(unpack_fp4(self.codes) if self.is_packed else self.codes)
+            scales = unpack_scales(scales) if self.is_packed else scales
         return values * scales.repeat_interleave(GROUP, dim=-1)[..., : values.shape[-1]]
 
     def expanded(self, dtype: torch.dtype = torch.float32) -> "QuantisedWeight":
         """Return the same weight with its values kept; bfloat16 holds them exactly, too."""
         return QuantisedWeight(self.codes, self.scales, self.dequantised().to(dtype))
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The tensors of a weight that no values were kept of."""
+        assert self.values is None
+        return self.codes, self.scales
+
+    @property
+    def out_width(self) -> int:
+        """Rows N of the weight, or of each expert's."""
+        return self.codes.shape[-2]
 
     @property
     def num_values(self) -> int:
@@ -102,15 +118,21 @@ class QuantisedWeight:
         return QuantisedWeight(self.codes[index], self.scales[index], values)
 
 
-def matmul_ref(x: Tensor, weight: Tensor) -> Tensor:
+def matmul_ref(x: Tensor, weight: Tensor, block: int | None = None) -> Tensor:
+    """Multiply as `matmul` does; with `block`, sum products of that many inputs one by one."""
     rows, tile = x.shape[0], ROW_TILE.get(x.device.type, 128)
+    inputs = x.shape[1]
+    block = block or inputs
     padded_rows = -(-rows // tile) * tile
-    padded = torch.zeros(padded_rows, x.shape[1], dtype=torch.float32, device=x.device)
+    padded = torch.zeros(padded_rows, inputs, dtype=torch.float32, device=x.device)
     padded[:rows] = x
     transposed = weight.to(torch.float32).t()
     out = torch.empty(padded_rows, weight.shape[0], dtype=torch.float32, device=x.device)
     for start in range(0, padded_rows, tile):
-        torch.mm(padded[start : start + tile], transposed, out=out[start : start + tile])
+        part, total = padded[start : start + tile], out[start : start + tile]
+        torch.mm(part[:, :block], transposed[:block], out=total)
+        for at in range(block, inputs, block):
+            total += torch.mm(part[:, at : at + block], transposed[at : at + block])
     return out[:rows]
 
 
@@ -128,7 +150,7 @@ def quantised_gemm_ref(
         torch.unflatten(values, 1, (groups, -1)).unbind(1),
         torch.unflatten(weight.dequantised(), 0, (groups, -1)), strict=True,
     )  # fmt: skip
-    return torch.cat([matmul_ref(part, rows) for part, rows in parts], dim=1).to(dtype)
+    return torch.cat([matmul_ref(part, rows, GROUP) for part, rows in parts], dim=1).to(dtype)
 
 
 def quantised_gemm(x: Quantised | Tensor, weight: QuantisedWeight, groups: int = 1) -> Tensor:

@@ -43,7 +43,10 @@ class Quantised(NamedTuple):
 
     def rows(self, index: Tensor | slice) -> "Quantised":
         """Select along the first dimension."""
-        return Quantised(self.codes[index], self.scales[index])
+        if not self.codes.is_cuda:
+            return Quantised(self.codes[index], self.scales[index])
+        # As bytes: not every version of CUDA's indexing knows these dtypes.
+        return Quantised(*(t.view(torch.uint8)[index].view(t.dtype) for t in self))
 
 
 def power_of_two_ceil(values: Tensor) -> Tensor:

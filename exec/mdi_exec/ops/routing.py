@@ -25,7 +25,8 @@ class RowGroups(NamedTuple):
     each flat index went. counts [E] and offsets [E + 1]: each expert's rows and the first of them.
     tile_expert and tile_start [`max_tiles`]: a tile is up to `tile` rows of one expert, from
     sorted row tile_start to the expert's last at most; tiles ascend, those not needed come last
-    with expert -1 and start 0.
+    with expert -1 and start 0. queue [2]: zeros; blocks of a product take tiles from it, one after
+    the other, and the last one leaves zeros again.
     """
 
     order: Tensor
@@ -34,6 +35,7 @@ class RowGroups(NamedTuple):
     offsets: Tensor
     tile_expert: Tensor
     tile_start: Tensor
+    queue: Tensor
 
 
 def max_tiles(num_rows: int, num_experts: int, tile: int) -> int:
@@ -78,7 +80,8 @@ def group_rows_ref(experts: Tensor, num_experts: int, tile: int) -> RowGroups:
     known = expert.clamp(max=num_experts - 1)
     start = offsets[known] + (tile_ids - (last_tile - tiles)[known]) * tile
     expert, start = expert.masked_fill(~is_needed, NO_EXPERT), start.masked_fill(~is_needed, 0)
-    found = (order, position, counts, offsets, expert, start)
+    queue = torch.zeros(2, device=device)
+    found = (order, position, counts, offsets, expert, start, queue)
     return RowGroups(*(t.to(torch.int32) for t in found))
 
 

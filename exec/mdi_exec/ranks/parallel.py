@@ -10,7 +10,9 @@ Read next: `engine.py` (who calls), `workers.py` (ranks as child processes), doc
 
 import json
 import os
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +30,9 @@ from mdi_shared.loop import Vote
 from mdi_shared.vote import ALL, ANY, NONE, decide
 
 STORE_TIMEOUT_S = 30.0  # for the group's store to answer; ranks are started together
+_RETRY_S = 0.1  # between two looks for the store
+LOOPBACK = "127.0.0.1"
+TOKEN_VARIABLE, LEAST_TOKEN = "MDI_GROUP_TOKEN", 16
 DEFAULT_TIMEOUT_S = 600.0  # for a rank that is there to be heard of again
 NOTHING_COMES, MAY_COME, HAS_COME = range(3)  # what a rank without work knows of arrivals
 
@@ -122,7 +127,8 @@ class RankAddress:
     """A rank's place in its group, and where the group's store is.
 
     The store is a small key-value server; `leads` says that this rank runs it. `local_rank` counts
-    the ranks of one machine.
+    the ranks of one machine. `token` is a secret of the group: who does not know it finds none of
+    its keys in the store. `is_local` says that all ranks are on this machine.
     """
 
     rank: int
@@ -131,12 +137,14 @@ class RankAddress:
     port: int
     leads: bool = False
     local_rank: int = 0
+    token: str = ""
 
     @classmethod
     def from_environment(cls) -> "RankAddress | None":
         """Read what torchrun sets for its processes; None for a process of its own.
 
-        Raises `ConfigError` when a variable is missing or no number.
+        Raises `ConfigError` when a variable is missing or no number, and when ranks of several
+        machines have no token.
         """
         if "WORLD_SIZE" not in os.environ or os.environ["WORLD_SIZE"] == "1":
             return None
@@ -146,8 +154,20 @@ class RankAddress:
             raise ConfigError("RANK", rank, f"must be from 0 to WORLD_SIZE - 1 = {size - 1}")
         is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         local_rank = _env_number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
-        return cls(rank, size, os.environ.get("MASTER_ADDR", "127.0.0.1"), numbers["MASTER_PORT"],
-                   leads=rank == 0 and not is_hosted, local_rank=local_rank)  # fmt: skip
+        found = cls(rank, size, os.environ.get("MASTER_ADDR", LOOPBACK), numbers["MASTER_PORT"],
+                    leads=rank == 0 and not is_hosted, local_rank=local_rank,
+                    token=os.environ.get(TOKEN_VARIABLE, ""))  # fmt: skip
+        if not found.is_local and len(found.token) < LEAST_TOKEN:
+            raise ConfigError(TOKEN_VARIABLE, found.token, "ranks on several machines need this "
+                              f"environment variable, the same random text of {LEAST_TOKEN} "
+                              "characters or more on all of them")  # fmt: skip
+        return found
+
+    @property
+    def is_local(self) -> bool:
+        local_size = os.environ.get("LOCAL_WORLD_SIZE", str(self.size))
+        own_names = (LOOPBACK, "::1", "localhost", socket.gethostname(), socket.getfqdn())
+        return local_size == str(self.size) and self.host in own_names
 
 
 def _env_number(name: str) -> int:
@@ -159,13 +179,20 @@ def _env_number(name: str) -> int:
 
 
 def lead_store(host: str, port: int) -> TCPStore:
-    """Run a group's store at `port` (0: any free one); raises `ConfigError` when it is in use."""
+    """Run a group's store at `port` (0: any free one) of the address `host` alone.
+
+    Raises `ConfigError` when it cannot be had. The socket is bound here, because the store of
+    torch would listen on every address of the machine.
+    """
     try:
-        return TCPStore(host, port, is_master=True, wait_for_workers=False,
-                             timeout=timedelta(seconds=STORE_TIMEOUT_S))  # fmt: skip
-    except RuntimeError as error:
-        raise ConfigError("group_port", port, f"cannot be had on {host}, it is in use or not "
-                          "allowed; give another, or 0 for any free one") from error  # fmt: skip
+        family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(place[:2], family=family)
+    except OSError as error:
+        raise ConfigError("group_port", port, f"cannot be had on {host} ({error.strerror}); give "
+                          "another, or 0 for any free one") from error  # fmt: skip
+    return TCPStore(host, listener.getsockname()[1], is_master=True, wait_for_workers=False,
+                    timeout=timedelta(seconds=STORE_TIMEOUT_S),
+                    master_listen_fd=listener.detach())  # fmt: skip
 
 
 def join_group(
@@ -180,16 +207,32 @@ def join_group(
                           "the LLM before making another")  # fmt: skip
     store = _find_store(address, start_s)
     run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    own = PrefixStore(f"minideepinfer-{run}", store)
+    own = PrefixStore(f"minideepinfer-{run}-{address.token}", store)
+    _await_ranks(address, own, start_s)
+    if address.is_local:  # else gloo would listen on the address that the machine's name has
+        loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0] if loopback else "")
+    timeout = timedelta(seconds=timeout_s)
     try:
         dist.init_process_group(
-            "gloo", store=own, rank=address.rank, world_size=address.size,
-            timeout=timedelta(seconds=timeout_s),
-        )  # fmt: skip
+            "gloo", store=own, rank=address.rank, world_size=address.size, timeout=timeout
+        )
     except RuntimeError as error:
         raise ConfigError("WORLD_SIZE", address.size, f"not all ranks have met at {address.host}:"
                           f"{address.port}: {_first_line(error)}") from error  # fmt: skip
-    return ProcessGroup(address, own)
+    return ProcessGroup(address, own, timeout)
+
+
+def _await_ranks(address: RankAddress, store: Store, start_s: float) -> None:
+    """Wait for all ranks to come to the store; raises `ConfigError` naming those that do not."""
+    keys = [f"rank{rank}" for rank in range(address.size)]
+    store.set(keys[address.rank], "here")
+    try:
+        store.wait(keys, timedelta(seconds=start_s))
+    except RuntimeError as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise ConfigError("WORLD_SIZE", address.size, f"not all ranks have come within {start_s:g} "
+                          f"s: missing {', '.join(map(str, missing))}") from error  # fmt: skip
 
 
 def _find_store(address: RankAddress, start_s: float) -> Store:
@@ -199,6 +242,7 @@ def _find_store(address: RankAddress, start_s: float) -> Store:
     """
     if address.leads:
         return lead_store(address.host, address.port)
+    _await_server(address, start_s)
     found: list[Store] = []
     failed: list[Exception] = []
 
@@ -216,23 +260,43 @@ def _find_store(address: RankAddress, start_s: float) -> Store:
     thread.join(start_s + 1.0)
     if found:
         return found[0]
-    reason = _first_line(failed[0]) if failed else "whoever has the port is no store"
-    raise ConfigError("MASTER_PORT", address.port, f"no group of ranks answers at "
-                      f"{address.host} within {start_s:g} s: {reason}")  # fmt: skip
+    raise _alone(address, start_s, "a group", _first_line(failed[0]) if failed else "it is silent")
+
+
+def _await_server(address: RankAddress, start_s: float) -> None:
+    """Wait until somebody listens where the store should be, or raise `ConfigError`."""
+    deadline = time.monotonic() + start_s
+    while True:
+        try:
+            socket.create_connection((address.host, address.port), timeout=start_s).close()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                reason = error.strerror or str(error)
+                raise _alone(address, start_s, "anybody", reason) from error
+            time.sleep(_RETRY_S)
+        else:
+            return
+
+
+def _alone(address: RankAddress, start_s: float, whom: str, reason: str) -> ConfigError:
+    return ConfigError("WORLD_SIZE", address.size, f"rank {address.rank} has not met {whom} at "
+                       f"MASTER_ADDR:MASTER_PORT = {address.host}:{address.port} within "
+                       f"{start_s:g} s ({reason}); were all ranks started?")  # fmt: skip
 
 
 class ProcessGroup(RankGroup):
     """Ranks that are processes. A call into a group whose other ranks are gone raises `GroupError`.
 
     gloo notices at once when a process dies, because its connections close; one that hangs is
-    given up after the group's timeout.
+    given up after the group's timeout, which holds for every wait.
     """
 
-    def __init__(self, address: RankAddress, store: Store) -> None:
+    def __init__(self, address: RankAddress, store: Store, timeout: timedelta) -> None:
         self.rank = address.rank
         self.size = address.size
         self.local_rank = address.local_rank
         self._store = store
+        self._timeout = timeout
         self.is_open = True
 
     def gather(self, values: Sequence[int]) -> list[tuple[int, ...]]:
@@ -261,11 +325,11 @@ class ProcessGroup(RankGroup):
 
     def tensor_group(self, device: torch.device) -> dist.ProcessGroup | None:
         backend = "nccl" if device.type == "cuda" else "gloo"
-        made: dist.ProcessGroup = dist.new_group(backend=backend)
+        made: dist.ProcessGroup = dist.new_group(backend=backend, timeout=self._timeout)
         return made
 
     def rows_group(self) -> dist.ProcessGroup | None:
-        made: dist.ProcessGroup = dist.new_group(backend="gloo")
+        made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
         return made
 
     def fail(self, error: BaseException) -> BaseException:
@@ -278,7 +342,7 @@ class ProcessGroup(RankGroup):
         )  # fmt: skip
         first = self._first_error(told)
         self.close()
-        return error if is_own and first == told else GroupError(first)
+        return error if is_own and first == told else GroupError(first, is_quoted=first != told)
 
     def _first_error(self, told: str) -> str:
         """Write `told` where all ranks find it, unless one was faster; return what stands there."""

@@ -6,7 +6,6 @@ business (`model/weights.py`). Read next: `weights/names.py`, `safetensors_heade
 """
 
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
 
-from mdi_exec.model.config_reader import read_config_file
+from mdi_exec.model.config_reader import read_config_file, read_description
 from mdi_exec.weights.names import TensorSpec, expected_tensors
 from mdi_exec.weights.safetensors_header import CheckpointError, read_header
 from mdi_shared.errors import ConfigError
@@ -161,9 +160,12 @@ class Checkpoint:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(path.name, "is not a JSON object with a weight_map") from error
+        index = read_description(path, "index")
+    except ConfigError as error:
+        raise CheckpointError(path.name, error.allowed) from error
+    if not isinstance(index, dict) or "weight_map" not in index:
+        raise CheckpointError(path.name, "is not a JSON object with a weight_map")
+    weight_map = index["weight_map"]
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise CheckpointError(path.name, "its weight_map must map tensor names to file names")
     outside = [file for file in weight_map.values() if Path(file).name != file]

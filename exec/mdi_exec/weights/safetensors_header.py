@@ -41,6 +41,8 @@ def read_header(path: Path) -> dict[str, TensorSpec]:
     Raises `CheckpointError` for a file that is absent, damaged or cut short.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise CheckpointError(path.name, "must be a regular file")
         with path.open("rb") as file:
             size = path.stat().st_size
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
@@ -52,7 +54,7 @@ def read_header(path: Path) -> dict[str, TensorSpec]:
         raise CheckpointError(path.name, f"cannot be read: {error.strerror}") from error
     try:
         header = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(path.name, f"its header is not JSON: {error}") from error
     if not isinstance(header, dict):
         raise CheckpointError(path.name, "its header is not a JSON object")

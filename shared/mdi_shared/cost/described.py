@@ -5,6 +5,7 @@ Read next: `step_cost.py` (what a model must be able to do), `files.py` (models 
 
 import json
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import fields
 from typing import Any
 
@@ -54,7 +55,8 @@ def cost_from_description(data: object, shape: ModelShape) -> StepCost:
 def require_step_cost(cost: StepCost, shape: ModelShape) -> None:
     """Raise `ConfigError` unless a model that a user wrote can serve: attributes, times, text.
 
-    It is asked for the times of a few steps, which must be ints of at least 1 ns.
+    A copy of it is asked for the times of a few steps, which must be ints of at least 1 ns: one
+    that draws noise is not disturbed.
     """
     if isinstance(cost, OWN):
         return
@@ -66,13 +68,14 @@ def require_step_cost(cost: StepCost, shape: ModelShape) -> None:
     if not isinstance(cost.host, HostCost):
         raise ConfigError("cost.host", cost.host, f"of {name} must be a HostCost")
     _require_json(name, cost.describe())
+    probed = deepcopy(cost)
     for what, work in (
         ("a prefill step of 1 token", prefill_work(shape, [(1, 1, 1)])),
         ("a prefill step of 2,048 tokens", prefill_work(shape, [(2_048, 2_048, 2_048)])),
         ("a decode step of 1 sequence", decode_work(shape, [1])),
         ("a decode step of 64 sequences", decode_work(shape, [1_024] * 64)),
     ):
-        ns = cost.device_ns(work)
+        ns = probed.device_ns(work)
         if type(ns) is not int or ns < 1:
             raise ConfigError("cost.device_ns", ns, f"of {name} must be an int of at least 1 ns; "
                               f"this is for {what}")  # fmt: skip

@@ -1,4 +1,4 @@
-"""CUDA source that turns packed FP4 and FP8 weight words into bfloat16 tensor-core operands.
+"""CUDA source that turns packed FP8 weight words into bfloat16 tensor-core operands.
 
 A warpgroup's first wgmma operand may lie in registers: thread t of a warp then holds, for rows t/4
 and t/4 + 8 of the warp's 16, columns 2(t%4) + {0, 1} of each 8. `ops/packing.py` puts the codes one
@@ -25,15 +25,6 @@ __device__ __forceinline__ unsigned power(unsigned scale, unsigned bias) {
   return (scale + bias) * 0x00800080u;
 }
 
-// The eight E2M1 codes of a word as four pairs, 2^-126 times their values.
-__device__ __forceinline__ void split_fp4(const unsigned* w, unsigned (&pair)[4]) {
-  pair[0] = w[0] & 0x81C081C0u;
-  pair[1] = (w[0] << 3) & 0x81C081C0u;
-  pair[2] = (w[0] << 6) & 0x81C081C0u;
-  pair[3] = ((w[0] << 1) & 0x80008000u) | ((w[0] >> 5) & 0x01000100u) |
-            ((w[0] >> 4) & 0x00C000C0u);
-}
-
 __device__ __forceinline__ unsigned fp8_pair(unsigned w) {
   return ((w << 8) & 0x80008000u) | ((w << 4) & 0x07F007F0u);
 }
@@ -48,10 +39,10 @@ __device__ __forceinline__ void split_fp8(const unsigned* w, unsigned (&pair)[4]
 
 // Fill this thread's part of a [rows, 32 * groups] operand. Each warpgroup has its own rows, in
 // blocks of 64.
-template <bool kFp8, int kRows, int kWarps, int kGroups, int kScaleStride, int kScaleShift>
+template <int kRows, int kWarps, int kGroups, int kScaleStride>
 __device__ __forceinline__ void decode(const int* words, const unsigned char* scales,
                                        void* operand, int thread) {
-  constexpr int kWords = kGroups * (kFp8 ? 2 : 1), kBlocks = kRows / (16 * kWarps);
+  constexpr int kWords = kGroups * 2, kBlocks = kRows / (16 * kWarps);
   const int lane = thread & 31, column = lane & 3;
   unsigned* out = reinterpret_cast<unsigned*>(operand);
   #pragma unroll
@@ -66,18 +57,14 @@ __device__ __forceinline__ void decode(const int* words, const unsigned char* sc
         #pragma unroll
         for (int i = 0; i < kWords; i += 4)
           *reinterpret_cast<uint4*>(w + i) = *reinterpret_cast<const uint4*>(from + i);
-      } else if constexpr (kWords % 2 == 0) {
-        *reinterpret_cast<uint2*>(w) = *reinterpret_cast<const uint2*>(from);
       } else {
-        w[0] = from[0];
+        *reinterpret_cast<uint2*>(w) = *reinterpret_cast<const uint2*>(from);
       }
       #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
-        const unsigned scale = scales[(row >> kScaleShift) * kScaleStride + g];
-        const unsigned by = power(scale, kFp8 ? 120u : 126u);
+        const unsigned by = power(scales[(row >> 5) * kScaleStride + g], 120u);
         unsigned pair[4];
-        if constexpr (kFp8) split_fp8(w + 2 * g, pair);
-        else split_fp4(w + g, pair);
+        split_fp8(w + 2 * g, pair);
         #pragma unroll
         for (int p = 0; p < 4; ++p)
           out[((2 * g + p / 2) * kBlocks + block) * 4 + (p % 2) * 2 + half] = times(pair[p], by);

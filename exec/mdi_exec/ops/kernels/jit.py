@@ -34,10 +34,11 @@ ARCHITECTURES = ("sm_90a", "sm_100a")  # H100/H200, B200
 
 
 class Sample(NamedTuple):
-    """A builder and arguments it is used with; every sample is compiled by the checks."""
+    """A builder and arguments it is used with; the checks compile it for what is named."""
 
     builder: Callable[..., Any]
     args: tuple[Any, ...] = ()
+    architectures: tuple[str, ...] = ARCHITECTURES
 
 
 class _Collection(NamedTuple):

@@ -210,6 +210,7 @@ def group_rows_program(num_experts: int, tile: int):
         offsets: T.Tensor((num_experts + 1,), "int32"),
         tile_expert: T.Tensor((num_tiles,), "int32"),
         tile_start: T.Tensor((num_tiles,), "int32"),
+        queue: T.Tensor((2,), "int32"),
     ):
         with T.Kernel(num_experts, threads=GROUP_THREADS) as expert:
             thread = T.get_thread_binding()
@@ -237,6 +238,8 @@ def group_rows_program(num_experts: int, tile: int):
             if expert == num_experts - 1:
                 if thread == 0:
                     offsets[num_experts] = num_rows
+                    queue[0] = 0
+                    queue[1] = 0
                 _cut_tiles(NO_EXPERT, num_tiles - tiles[0], 0, 0, tile_expert, tile_start, tiles)
 
     return main
@@ -253,11 +256,11 @@ def group_rows(experts: Tensor, num_experts: int, tile: int) -> RowGroups:
 
     groups = RowGroups(
         empty(num_rows), empty(num_rows), empty(num_experts), empty(num_experts + 1),
-        empty(num_tiles), empty(num_tiles),
+        empty(num_tiles), empty(num_tiles), empty(2),
     )  # fmt: skip
     if not num_rows:
-        groups.counts.zero_()
-        groups.offsets.zero_()
+        for tensor in (groups.counts, groups.offsets, groups.queue):
+            tensor.zero_()
         return groups
     compiled(group_rows_program, num_experts, tile)(flat, *groups)
     return groups
