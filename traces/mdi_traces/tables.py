@@ -95,8 +95,6 @@ class _Rank:
 
     def portions(self) -> Iterator[tuple[int, int]]:
         """Yield ranges of step rows that have about `_PIECE_ITEMS` items each, one at least."""
-        if self.rows == 0:
-            yield 0, 0
         ends = np.cumsum(self.batch["n_items"][self.batch_of])
         first = 0
         while first < self.rows:
