@@ -6,6 +6,7 @@ rebuilt in another process or by an event loop.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import TypeGuard
 
 Rule = tuple[str, bool, str]  # a field, whether its value is allowed, and what is allowed
 
@@ -45,6 +46,11 @@ def require(holds: bool, field: str, value: object, allowed: str) -> None:
 def require_int(field: str, value: object, least: int) -> None:
     """Raise `ConfigError` unless `value` is an int, no bool, of at least `least`."""
     require(type(value) is int and value >= least, field, value, f"must be at least {least}")
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Say whether `value` is an int or a float; a bool is neither."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def require_rules(owner: object, rules: Iterable[Rule]) -> None:
