@@ -23,7 +23,7 @@ def everywhere(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if x.device.type != "cpu":
         return function(x)
     whole = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % VECTOR))
-    pieces = [function(piece) for piece in whole.split(PIECE)]
+    pieces = [function(piece) for piece in torch.split(whole, PIECE)]
     return torch.cat(pieces)[: x.numel()].view(x.shape)
 
 
