@@ -12,7 +12,7 @@ from typing import Any
 
 from mdi_shared.errors import ConfigError
 
-OF_WORKLOAD = ("requests", "rate")
+OF_WORKLOAD = ("requests",)
 OF_TRACE = ("format", "limit", "sort")
 DEFAULT_REQUESTS = 1_000
 
@@ -21,9 +21,9 @@ DEFAULT_REQUESTS = 1_000
 class Served:
     """The requests of a run; None is "as they are". Without trace and workload: given as data.
 
-    `requests`, `rate` (per second) and `arrivals` belong to a workload, `format`, `limit` (rows)
-    and `sort` to a trace, which takes `arrivals` when it has no times of its own. `closed_loop`
-    False drops think times. `speed` divides all times; prompts and outputs are cut to `max_prompt`
+    `requests` belong to a workload, `format`, `limit` (rows) and `sort` to a trace. `rate` (per
+    second) and `arrivals` replace a preset's times, or a trace's own. `closed_loop` False drops
+    think times. `speed` divides all times; prompts and outputs are cut to `max_prompt`
     and `max_output` tokens. Raises `ConfigError` for values out of range and those that contradict
     each other.
     """
@@ -53,8 +53,11 @@ class Served:
         if self.trace is not None and self.workload is not None:
             raise ConfigError("workload", self.workload, f"contradicts the trace {self.trace}: "
                               "give one of them")  # fmt: skip
+        if self.rate is not None and self.arrivals is not None:
+            raise ConfigError("rate", self.rate, f"contradicts arrivals = {self.arrivals}: give "
+                              "one of them")  # fmt: skip
         if self.trace is not None:
-            self._refuse(OF_WORKLOAD, "belongs to a workload; a trace takes limit, speed, arrivals")
+            self._refuse(OF_WORKLOAD, "belongs to a workload; a trace takes limit")
         if self.workload is not None:
             self._refuse(OF_TRACE, "belongs to a trace file, not to a workload")
 

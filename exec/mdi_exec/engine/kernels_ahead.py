@@ -104,8 +104,8 @@ def reachable_kernels(reach: Reach, architecture: str) -> "list[Sample]":
 
     config = reach.layout.config
     with collecting(architecture) as samples, torch.inference_mode():
-        budget = ExpansionBudget(reach.expanded_bytes, for_kernels=True,
-                                 folds_experts=reach.layout.numerics is Numerics.FOLDED)  # fmt: skip
+        folds = reach.layout.numerics is Numerics.FOLDED
+        budget = ExpansionBudget(reach.expanded_bytes, for_kernels=True, folds_experts=folds)
         weights = Weights(_Shapes(reach.layout), "meta", budget=budget)
         token_map = torch.zeros(config.vocab_size, dtype=torch.int64)
         model = Transformer(config, weights, token_map=token_map, numerics=reach.layout.numerics)
