@@ -94,7 +94,7 @@ def _product_work(given: dict[str, Any], out: object) -> Work:
     )
     weight_bytes = float(bytes_of(weight))
     codes = getattr(weight, "codes", weight)
-    if isinstance(codes, Tensor) and codes.dim() == 3:
+    if isinstance(codes, Tensor) and codes.dim() >= 3:
         weight_bytes *= min(1.0, rows / codes.shape[0])
     groups = given.get("groups")
     parts = groups if isinstance(groups, int) else 1

@@ -70,7 +70,12 @@ def _rows(turns: list[Turn]) -> list[Row]:
 
 
 def _queue(turn: Turn, names: str) -> list[tuple[Any, ...]]:
-    return [(name, *map(int, turn.state[name].split("/"))) for name in names.split(",") if name]
+    """Return a queue's members with their counters; what a dead one had in flight means nothing."""
+    members = []
+    for name in names.split(",") if names else ():
+        length, cached, in_flight = map(int, turn.state[name].split("/"))
+        members.append((name, length, cached, 0 if name in turn.dead else in_flight))
+    return members
 
 
 def make_upstream(

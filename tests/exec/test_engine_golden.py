@@ -9,20 +9,19 @@ import random
 import pytest
 import torch
 
-import mdi_exec.ops.hyper_connections as hc_ops
 from mdi_exec.engine.llm import LLM
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.model.batch import Batch, BatchItem
 from mdi_exec.numerics import Numerics
-from tests.exec.engines import CHECKPOINT, SMALL, Watch, is_empty, report
+from tests.exec.engines import CHECKPOINT, GOLDEN_MODES, SMALL, Watch, is_empty, report
 
 LENGTHS = (1, 37, 127, 128, 129, 300, 520)
 EXACT_MAX_ABS = 1e-4
-# Rounding makes the network chaotic: bounds measured with the golden data (tests/golden).
+# Rounding magnifies last bits: bounds measured with the golden data (tests/golden).
 ROUNDED_MEAN_ABS, ROUNDED_MAX_ABS = 0.2, 2.0
 ROUNDED_SAME_ARGMAX = 0.85
 CLEAR_GAP = 1.0
-CLOSE_MEAN_ABS, CLOSE_SHARE = 0.05, 0.1
+CLOSE_MEAN_ABS, CLOSE_SHARE, CLOSE_SHARE_ELSEWHERE = 0.05, 0.5, 0.1
 ALL_STEPS, FEW_STEPS = 24, 8
 
 
@@ -106,10 +105,10 @@ def files(golden):
 @pytest.fixture(scope="module")
 def one_batch(files):
     """All prompts in one batch, by mode; with ZOS, which is the default."""
-    return {n: Run(n, files[n], steps=ALL_STEPS) for n in Numerics}
+    return {n: Run(n, files[n], steps=ALL_STEPS) for n in GOLDEN_MODES}
 
 
-modes = pytest.mark.parametrize("numerics", list(Numerics), ids=lambda mode: mode.value)
+modes = pytest.mark.parametrize("numerics", GOLDEN_MODES, ids=lambda mode: mode.value)
 
 
 @modes
@@ -182,11 +181,14 @@ def test_bounded_replay(golden, numerics):
     chunked.check_same_bits(whole)
 
 
-# ---- how far rounding takes us from the golden data, and why -----------------------------------
+# ---- how near rounded logits come to the golden data --------------------------------------------
 
 
-def test_share_of_rounded_rows_close_to_the_golden_ones(one_batch):
-    """Few rows are: see the next test. Those of the shortest prompt, which has had no time, are."""
+def test_share_of_rounded_rows_close_to_the_golden_ones(one_batch, sums_like_golden):
+    """A row is computed in the same tiles whatever stands beside it, unlike the golden decode rows.
+
+    What that costs is the difference to `test_logits.py`, which multiplies them as they were.
+    """
     found, wanted = one_batch[Numerics.QUANTISED].check_against_golden()
     errors = (found - wanted).abs().mean(dim=1).view(len(LENGTHS), -1)
     for length, row_errors in zip(LENGTHS, errors, strict=True):
@@ -195,34 +197,11 @@ def test_share_of_rounded_rows_close_to_the_golden_ones(one_batch):
                f"{CLOSE_MEAN_ABS} on average (row:difference): {' '.join(off)}")  # fmt: skip
     share = (errors <= CLOSE_MEAN_ABS).float().mean().item()
     report(f"{share:.1%} of all rows differ by at most {CLOSE_MEAN_ABS}")
-    assert share >= CLOSE_SHARE
+    assert share >= (CLOSE_SHARE if sums_like_golden else CLOSE_SHARE_ELSEWHERE)
 
 
-def test_a_last_bit_moves_logits_as_far_as_the_golden_ones_are(one_batch, files, monkeypatch):
-    """Sum one projection in float64 and round it: the same model, other float32 last bits.
-
-    Its logits are then about as far from ours as the golden ones, which were summed in yet another
-    order. So the distance is not a difference in structure, and no bound below it can be met.
-    """
-    monkeypatch.setattr(hc_ops, "hc_mixes_ref", hc_mixes_in_float64)
-    few = {length: files[Numerics.QUANTISED][length] for length in (37, 129, 300)}
-    other = Run(Numerics.QUANTISED, few, steps=FEW_STEPS)
-    found, wanted, _ = other.rows_beside_golden()
-    keys = [(length, length + i) for length in few for i in range(FEW_STEPS + 1)]
-    ours = torch.stack([one_batch[Numerics.QUANTISED].rows[key][0] for key in keys])
-    moved, distance = (found - ours).abs().mean(), (ours - wanted).abs().mean()
-    report(f"a last bit moves logits by {moved:.3f}; the golden ones are {distance:.3f} away")
-    assert distance <= 2 * moved
-
-
-def hc_mixes_in_float64(streams, projection, norm_eps):
-    flat = streams.flatten(1).double()
-    rstd = torch.rsqrt(flat.square().mean(dim=-1, keepdim=True) + norm_eps)
-    return (flat @ projection.double().t() * rstd).float()
-
-
-def test_where_rounded_streams_first_part_from_the_golden_ones(rounded, golden):
-    """Nowhere up to layer 0, in a few elements behind layers 1 and 2, then everywhere."""
+def test_rounded_streams_are_golden_in_nearly_every_element(rounded, golden, sums_like_golden):
+    """All of a prompt's, as far as they are stored, where sums are like the golden data's."""
     stored = golden("layers/quantised")
     rows, ids = stored["rows"].long(), stored["token_ids"]
     after = {"the embedding": "L00.h_in", "layer 0": "L01.engram.h_in", "layer 1": "L02.h_in",
@@ -237,9 +216,8 @@ def test_where_rounded_streams_first_part_from_the_golden_ones(rounded, golden):
     batch = Batch.build([BatchItem(len(ids), len(ids), 1, [3, 1], 1)], ids)
     rounded.model.forward(batch, rounded.cache(), watch)
     report(
-        f"stream elements that differ: { ({part: f'{share:.2%}' for part, share in off.items()}) }"
+        f"stream elements that differ: { {part: f'{share:.2%}' for part, share in off.items()} }"
     )
     assert off["the embedding"] == 0
     assert off["layer 0"] < 1e-3
-    assert off["layer 1"] < 1e-2
-    assert off["layer 2"] < 1e-2
+    assert max(off.values()) < 1e-2 or not sums_like_golden

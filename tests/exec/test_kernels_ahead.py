@@ -21,7 +21,7 @@ from mdi_shared.errors import ConfigError
 pytest.importorskip("tilelang")
 
 LAYOUT = CacheLayout(config=random_config("small"), numerics=Numerics.QUANTISED)
-REACH = Reach(LAYOUT, max_rows=96, max_num_seqs=4, max_model_len=16384, expanded_bytes=1e9)
+REACH = Reach(LAYOUT, max_rows=12, max_num_seqs=4, max_model_len=16384, expanded_bytes=1e9)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """A fitted model's two readings, one step and arrays of them, are one formula.
 
-`LinearCost.device_ns` is what a simulation and the live chunk policy ask, `FittedSteps.predict`
-what a fit is judged by.
+`LinearCost.device_ns` is what a simulation and the live chunk policy ask; a fit is judged by
+`predict`.
 """
 
 from itertools import accumulate
@@ -14,7 +14,7 @@ from mdi_shared.cost.linear import DecodeTerms, LinearCost, PrefillTerms, featur
 from mdi_shared.cost.shape import TINY
 from mdi_shared.cost.work import decode_work, prefill_work
 from mdi_sim.fit.features import DECODE, PREFILL, Steps
-from mdi_sim.fit.steps import FittedSteps
+from mdi_sim.fit.steps import predict
 
 rates = st.one_of(st.just(0.0), st.floats(1e-3, 1e5))
 counts = st.integers(1, 300)
@@ -54,10 +54,10 @@ NO_PREFILL = PrefillTerms(**dict.fromkeys(PrefillTerms.__dataclass_fields__.keys
 NO_DECODE = DecodeTerms(const=0.0, rows=0.0, sum_k=0.0, n_seqs=0.0)
 
 
-def assert_equal_times(cost, fitted, kind, works):
+def assert_equal_times(cost, terms, kind, works):
     x = np.array([features(work) for work in works], dtype=np.float64)
     none = np.zeros(len(works), dtype=np.int64)
-    predicted = fitted.predict(Steps(kind, x, np.ones(len(works)), none, none, {}))
+    predicted = predict(terms, Steps(kind, x, np.ones(len(works)), none, none, none, {}))
     for work, ns in zip(works, predicted.tolist(), strict=True):
         # Rounded to the nearest, and sums in another order may part in the last bits.
         assert abs(cost.device_ns(work) - max(ns, 1.0)) <= 0.5 + 1e-9 * ns
@@ -67,11 +67,11 @@ def assert_equal_times(cost, fitted, kind, works):
 @given(prefill_terms(), st.lists(prefill_works, min_size=1, max_size=8))
 def test_prefill_times_agree(terms, works):
     cost = LinearCost(prefill=terms, decode=NO_DECODE)
-    assert_equal_times(cost, FittedSteps(terms, {}), PREFILL, works)
+    assert_equal_times(cost, terms, PREFILL, works)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(decode_terms(), st.lists(decode_works, min_size=1, max_size=8))
 def test_decode_times_agree(terms, works):
     cost = LinearCost(prefill=NO_PREFILL, decode=terms)
-    assert_equal_times(cost, FittedSteps(terms, {}), DECODE, works)
+    assert_equal_times(cost, terms, DECODE, works)

@@ -52,6 +52,7 @@ class Turn:
     free_after: int = -1
     state: dict[str, str] = field(default_factory=dict)
     tables: dict[str, list[int]] = field(default_factory=dict)
+    dead: set[str] = field(default_factory=set)  # finished, and not yet out of the queues
     waiting: str = ""
     running: str = ""
 
@@ -227,8 +228,9 @@ class ScriptedRank:
         turn.running = ",".join(s.request.req_id for s in queues.running)
         for seq in (*queues.waiting, *queues.running):
             name = seq.request.req_id
-            in_flight = 0 if seq.is_finished else seq.inflight_total  # a dead one's means nothing
-            turn.state[name] = f"{seq.num_tokens}/{seq.cached}/{in_flight}"
+            turn.state[name] = f"{seq.num_tokens}/{seq.cached}/{seq.inflight_total}"
+            if seq.is_finished:
+                turn.dead.add(name)
             turn.tables[name] = list(seq.block_table)
 
 

@@ -77,7 +77,7 @@ def test_2_3_lookahead_holds_back_what_can_get_longer():
     assert rows(turns)[2] == "P (B,2,10) (C,3,3)"
     short = play(toy(lookahead=60), {1: [request("A", 20)]}, steps=2)
     assert rows(short) == ["P (A,16,16)", "P (A,4,20)"]
-    with pytest.raises(UpstreamCheckError, match="'B' has 2 tokens left to prefill"):
+    with pytest.raises(UpstreamCheckError, match="'A' has 5 tokens left to prefill"):
         play(toy(**options, strict_upstream=True), requests, steps=20)
 
 

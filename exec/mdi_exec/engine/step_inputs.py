@@ -134,6 +134,7 @@ def gather_inputs(
         list(map(_updated_table, requests, plan.num_blocks, plan.new_blocks)),
         [1] * num_sampled + [0 if shape is None else 1] * plan.is_partial,
         plan.full_lens if plan.is_prefill else plan.ks,
+        [request.prompt_len for request in requests],
     )  # fmt: skip
     if shape is not None:
         padding = shape.padding(len(token_ids), len(requests))

@@ -26,7 +26,8 @@ class BatchItem(NamedTuple):
 
     `num_logits` counts the trailing rows whose logits are wanted: 1 for a prompt's last chunk, 0
     for an earlier one, q for decode rows. `prompt_len` is the full prompt (what bounded replay
-    counts from); 0 means k.
+    counts from); 0 means k. `given_len` is the prompt as the request came, without the outputs that
+    a sequence computed again counts as prompt; 0 means at least a window.
     """
 
     q: int
@@ -35,6 +36,7 @@ class BatchItem(NamedTuple):
     block_table: Sequence[int]
     num_logits: int
     prompt_len: int = 0
+    given_len: int = 0
 
 
 class BatchColumns(NamedTuple):
@@ -46,6 +48,7 @@ class BatchColumns(NamedTuple):
     block_tables: Sequence[Sequence[int]]
     num_logits: Sequence[int]
     prompt_lens: Sequence[int]
+    given_lens: Sequence[int]
 
     @classmethod
     def of(cls, items: Sequence[BatchItem]) -> "BatchColumns":
@@ -102,6 +105,7 @@ class HostBatch:
         keep_from = np.maximum(prompt - replay_keep_tokens, 0) if replay_keep_tokens else 0 * prompt
         arrays: dict[str, Array] = {
             "block_tables": tables, "slots": slots,
+            "given_len": np.array(seqs.given_lens, dtype=np.int64),
             "token_ids": np.asarray(token_ids, dtype=np.int32),
             **_row_arrays(k - q, k, logits, np.zeros_like(k)),
         }  # fmt: skip
@@ -139,7 +143,8 @@ class Batch:
 
     token_ids int32 [T], positions [T], seq_of_row [T], starts [n] (first new position), cu_q [n+1]
     (first row), k_len [n], block_tables int32 [n, max_blocks] padded with block 0, slots [n],
-    logit_rows [m], window_from [n] (first position a window may see), is_image bool [T] or None.
+    given_len [n] (see `BatchItem`), logit_rows [m], window_from [n] (first position a window may
+    see), is_image bool [T] or None.
     `max_k` bounds the contexts, tokens: the longest one, or for a captured graph the longest there
     may be. `cut` holds the tensors of the batch behind bounded replay's cut, None without one.
     """
@@ -152,6 +157,7 @@ class Batch:
     k_len: Tensor
     block_tables: Tensor
     slots: Tensor
+    given_len: Tensor
     logit_rows: Tensor
     window_from: Tensor
     max_k: int

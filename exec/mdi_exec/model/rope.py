@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mdi_exec.model.config import ModelConfig
-from mdi_exec.ops.elementwise import everywhere
+from mdi_exec.ops.elementwise import rounded_once
 from mdi_exec.ops.rope import Rotation
 
 
@@ -25,7 +25,7 @@ class RopeTables:
         """Return the rotation of `positions` [T] in a layer of this compress ratio."""
         frequencies = self.yarn if ratio else self.plain
         angles = positions.to(torch.float32).unsqueeze(1) * frequencies
-        return Rotation(everywhere(torch.cos, angles), everywhere(torch.sin, angles))
+        return Rotation(rounded_once(torch.cos, angles), rounded_once(torch.sin, angles))
 
 
 def _frequencies(theta: float, width: int) -> Tensor:

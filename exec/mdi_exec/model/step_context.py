@@ -14,6 +14,7 @@ from mdi_exec.model.cache import DeviceCache
 from mdi_exec.model.rope import RopeTables
 from mdi_exec.ops.index_scores import PagedRows
 from mdi_exec.ops.rope import Rotation
+from mdi_exec.ops.sparse_attention import NO_COLUMN, NONE
 from mdi_exec.ranks.exchange import NO_EXCHANGE, ExpertExchange
 
 
@@ -72,8 +73,22 @@ class StepContext:
         targets = first.unsqueeze(1) + torch.arange(window, device=batch.device)
         rows = self._rows_of(targets, batch.seq_of_row, cache.layout.window_rows)
         is_seen = targets <= batch.positions.unsqueeze(1)
-        self.window_rows = rows.masked_fill(~is_seen, -1).to(torch.int32)
+        rows = rows.masked_fill(~is_seen, NONE)
+        self.window_rows = rows.masked_fill(self._is_no_column(window), NO_COLUMN).to(torch.int32)
         self.window_ring = self.ring(cache.layout.window_rows)
+
+    def _is_no_column(self, window: int) -> Tensor:
+        """Say where a row's list of window keys has ended, bool [T, W].
+
+        The released model lists min(prompt, window) keys for the rows of a prompt, `window` for
+        those after it; selected entries follow, so the list decides which blocks of the softmax
+        they fall into. It counts the prompt as the request came: then a row is the same whatever
+        chunk it is in, and when a preempted sequence is computed again.
+        """
+        given = self.batch.given_len[self.batch.seq_of_row]
+        is_short = (self.batch.positions < given) & (given < window)
+        columns = torch.where(is_short, given, window)
+        return torch.arange(window, device=self.batch.device) >= columns.unsqueeze(1)
 
     def note_expert_counts(self, counts: Tensor) -> None:
         """Keep a layer's rows per expert, int32 [E], when someone records them."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from mdi_exec.ops.backend import select
 from mdi_exec.ops.folding import FoldedWeight
 from mdi_exec.ops.gemm import QuantisedWeight, matmul_ref
-from mdi_exec.ops.quantise import Quantised, dequantise
+from mdi_exec.ops.quantise import GROUP, Quantised, dequantise
 from mdi_exec.ops.routing import RowGroups
 
 ExpertWeights = QuantisedWeight | FoldedWeight
@@ -50,7 +50,7 @@ def expert_gemm_ref(
             rows = slice(start, start + count)
             # Not kept in a variable: one expert's values at a time. Packed ones are padded.
             out[rows] = matmul_ref(
-                values[rows], weights.expert(expert).dequantised()[:, : values.shape[1]]
+                values[rows], weights.expert(expert).dequantised()[:, : values.shape[1]], GROUP
             )
             start += count
     return out

@@ -118,15 +118,21 @@ class QuantisedWeight:
         return QuantisedWeight(self.codes[index], self.scales[index], values)
 
 
-def matmul_ref(x: Tensor, weight: Tensor) -> Tensor:
+def matmul_ref(x: Tensor, weight: Tensor, block: int | None = None) -> Tensor:
+    """Multiply as `matmul` does; with `block`, sum products of that many inputs one by one."""
     rows, tile = x.shape[0], ROW_TILE.get(x.device.type, 128)
+    inputs = x.shape[1]
+    block = block or inputs
     padded_rows = -(-rows // tile) * tile
-    padded = torch.zeros(padded_rows, x.shape[1], dtype=torch.float32, device=x.device)
+    padded = torch.zeros(padded_rows, inputs, dtype=torch.float32, device=x.device)
     padded[:rows] = x
     transposed = weight.to(torch.float32).t()
     out = torch.empty(padded_rows, weight.shape[0], dtype=torch.float32, device=x.device)
     for start in range(0, padded_rows, tile):
-        torch.mm(padded[start : start + tile], transposed, out=out[start : start + tile])
+        part, total = padded[start : start + tile], out[start : start + tile]
+        torch.mm(part[:, :block], transposed[:block], out=total)
+        for at in range(block, inputs, block):
+            total += torch.mm(part[:, at : at + block], transposed[at : at + block])
     return out[:rows]
 
 
@@ -144,7 +150,7 @@ def quantised_gemm_ref(
         torch.unflatten(values, 1, (groups, -1)).unbind(1),
         torch.unflatten(weight.dequantised(), 0, (groups, -1)), strict=True,
     )  # fmt: skip
-    return torch.cat([matmul_ref(part, rows) for part, rows in parts], dim=1).to(dtype)
+    return torch.cat([matmul_ref(part, rows, GROUP) for part, rows in parts], dim=1).to(dtype)
 
 
 def quantised_gemm(x: Quantised | Tensor, weight: QuantisedWeight, groups: int = 1) -> Tensor:

@@ -48,7 +48,8 @@ def hc_split_ref(
     read = everywhere(torch.sigmoid, mixes[:, :n] * scale[0] + base[:n]) + eps
     write = 2 * everywhere(torch.sigmoid, mixes[:, n : 2 * n] * scale[1] + base[n : 2 * n])
     mix = torch.unflatten(mixes[:, 2 * n :] * scale[2] + base[2 * n :], -1, (n, n))
-    mix = torch.softmax(mix, dim=-1) + eps
+    mix = everywhere(torch.exp, mix - mix.amax(dim=-1, keepdim=True))
+    mix = mix / mix.sum(dim=-1, keepdim=True) + eps
     mix = mix / (mix.sum(dim=-2, keepdim=True) + eps)
     for _ in range(iterations - 1):
         mix = mix / (mix.sum(dim=-1, keepdim=True) + eps)

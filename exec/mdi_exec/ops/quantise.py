@@ -43,6 +43,9 @@ class Quantised(NamedTuple):
 
     def rows(self, index: Tensor | slice) -> "Quantised":
         """Select along the first dimension."""
+        if not self.codes.is_cuda:
+            return Quantised(self.codes[index], self.scales[index])
+        # As bytes: not every version of CUDA's indexing knows these dtypes.
         return Quantised(*(t.view(torch.uint8)[index].view(t.dtype) for t in self))
 
 

@@ -13,6 +13,8 @@ from mdi_exec.ops.elementwise import everywhere
 from mdi_exec.ops.row_pool import RowPool
 
 KEY_BLOCK = 64
+NONE = -1  # in place of a row: no key there, but a place in the list of keys
+NO_COLUMN = -2  # no place either: the list of window keys has ended before
 FIRST_MAX = -1e30  # the running maximum's start: finite, so that an empty row stays defined
 MAX_GATHERED_VALUES = 2**24  # bounds what the reference holds at once (64 MiB of float32)
 # A one-pass softmax instead of blocks of 64 with rounded probabilities moves bfloat16 outputs by
@@ -55,15 +57,16 @@ def sparse_attention_ref(
     num_keys = window_rows.shape[1] + (0 if entry_rows is None else entry_rows.shape[1])
     step = max(1, MAX_GATHERED_VALUES // (num_keys * q.shape[-1]))
     out = torch.empty_like(q)
-    for start in range(0, q.shape[0], step):
-        rows = slice(start, start + step)
-        keys = window.gather(window_rows[rows])
-        is_valid = window_rows[rows] >= 0
-        if entries is not None and entry_rows is not None:
-            keys = torch.cat((keys, entries.gather(entry_rows[rows])), dim=1)
-            is_valid = torch.cat((is_valid, entry_rows[rows] >= 0), dim=1)
-        keys = keys.masked_fill(~is_valid.unsqueeze(-1), 0.0)
-        out[rows] = attend_ref(q[rows], keys, is_valid, sink)
+    columns = (window_rows != NO_COLUMN).sum(dim=1)
+    for width in torch.unique(columns).tolist():
+        for rows in torch.split((columns == width).nonzero().squeeze(1), step):
+            listed = window_rows[rows, :width]
+            keys, is_valid = window.gather(listed), listed >= 0
+            if entries is not None and entry_rows is not None:
+                keys = torch.cat((keys, entries.gather(entry_rows[rows])), dim=1)
+                is_valid = torch.cat((is_valid, entry_rows[rows] >= 0), dim=1)
+            keys = keys.masked_fill(~is_valid.unsqueeze(-1), 0.0)
+            out[rows] = attend_ref(q[rows], keys, is_valid, sink)
     return out
 
 
@@ -80,8 +83,9 @@ def sparse_attention(
 
     q [T, H, d]; window holds window keys, window_rows int32 [T, W] says which of them each query
     sees; entry_rows int32 [T, K] are rows of the pool `entries` (both None in window-only layers);
-    -1 = none. sink float32 [H]. Returns [T, H, d] in q's dtype, still rotated by the query's
-    position.
+    -1 = none. Trailing columns of -2 are not in a row's list of keys at all: entries follow before
+    them, and blocks of the softmax fall accordingly (kernels count them as -1). sink float32 [H].
+    Returns [T, H, d] in q's dtype, still rotated by the query's position.
     """
     run = select(q, ref=sparse_attention_ref, kernel="sparse_attention.sparse_attention")
     return run(q, window, window_rows, sink, entries=entries, entry_rows=entry_rows)
