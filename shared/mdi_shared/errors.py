@@ -5,7 +5,9 @@ prints it as it is. An error's `args` are those of its constructor, so that it s
 rebuilt in another process or by an event loop.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+Rule = tuple[str, bool, str]  # a field, whether its value is allowed, and what is allowed
 
 
 class MiniDeepInferError(Exception):
@@ -32,6 +34,23 @@ class ConfigError(MiniDeepInferError):
     @property
     def message(self) -> str:
         return f"{self.field} = {self.value!r}: {self.allowed}"
+
+
+def require(holds: bool, field: str, value: object, allowed: str) -> None:
+    """Raise `ConfigError` unless `holds`."""
+    if not holds:
+        raise ConfigError(field, value, allowed)
+
+
+def require_int(field: str, value: object, least: int) -> None:
+    """Raise `ConfigError` unless `value` is an int, no bool, of at least `least`."""
+    require(type(value) is int and value >= least, field, value, f"must be at least {least}")
+
+
+def require_rules(owner: object, rules: Iterable[Rule]) -> None:
+    """Raise `ConfigError` for the first of `owner`'s fields whose rule does not hold."""
+    for field, holds, allowed in rules:
+        require(holds, field, getattr(owner, field), allowed)
 
 
 class TraceError(MiniDeepInferError):
