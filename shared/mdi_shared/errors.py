@@ -78,6 +78,19 @@ class TraceError(MiniDeepInferError):
         return f"{self.file}{row}{column}: {self.problem}"
 
 
+class SaveError(MiniDeepInferError):
+    """A file cannot be written; what was there before is as it was."""
+
+    def __init__(self, file: str, problem: str) -> None:
+        super().__init__(file, problem)
+        self.file = file
+        self.problem = problem
+
+    @property
+    def message(self) -> str:
+        return f"{self.file}: {self.problem}"
+
+
 class DeadlockError(MiniDeepInferError):
     """No step can ever change anything again; the message names who holds the blocks.
 

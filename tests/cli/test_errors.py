@@ -194,7 +194,7 @@ def test_a_failed_save_leaves_the_old_run(mdi, run_r, small, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         done = mdi("simulate", *small, "-n", 3, "--out", "r")
-    assert done.code == 1
+    assert done.code == 2
     assert "No space left on device" in done.err
     assert {path.name: path.read_bytes() for path in Path().iterdir()} == before
 
