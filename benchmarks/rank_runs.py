@@ -33,7 +33,15 @@ def start_ranks(size: int) -> int:
     ranks = [
         subprocess.Popen(
             [sys.executable, *sys.argv],
-            env=os.environ | RankAddress(rank, size, HOST, store.port, False).to_environment(),
+            env={
+                **os.environ,
+                "WORLD_SIZE": str(size),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "MASTER_ADDR": HOST,
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            },
         )
         for rank in range(size)
     ]

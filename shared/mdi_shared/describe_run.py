@@ -20,7 +20,7 @@ from mdi_shared.cost.predicted import PredictedCost
 from mdi_shared.cost.roofline import RooflineCost
 from mdi_shared.cost.shape import V41_FLASH, ModelShape, shape_by_name, shape_from_mapping
 from mdi_shared.cost.step_cost import StepCost
-from mdi_shared.errors import ConfigError, require, require_int
+from mdi_shared.errors import ConfigError, is_number, require, require_int
 from mdi_shared.placement import Placement
 from mdi_shared.run_description import RunDescription
 from mdi_shared.served import Served
@@ -203,7 +203,7 @@ class _Choices:
     def _blocks(self, hardware: Hardware, ep: int) -> int:
         """Return the KV blocks that fit beside weights and state, at most what seats can fill."""
         share = self.given.get("gpu_memory_utilization", DEFAULT_UTILIZATION)
-        require(_is_number(share) and 0 < share <= 1, "gpu_memory_utilization", share,
+        require(is_number(share) and 0 < share <= 1, "gpu_memory_utilization", share,
                 "must be above 0 and at most 1")  # fmt: skip
         config, shape, size = self.config, self.shape, self.config.block_size
         state = config.num_slots * shape.state_bytes_per_slot
@@ -214,14 +214,10 @@ class _Choices:
 
 def _blocks_of(pool_gb: float, shape: ModelShape, config: SchedulerConfig) -> int:
     """Return how many KV blocks take `pool_gb`, 10^9 bytes."""
-    require(_is_number(pool_gb) and 0 < pool_gb < 1e9, "kv_cache_memory_gb", pool_gb,
+    require(is_number(pool_gb) and 0 < pool_gb < 1e9, "kv_cache_memory_gb", pool_gb,
             "must be a finite number above 0")  # fmt: skip
     block_bytes = shape.kv_bytes_per_block(config.block_size)
     num_blocks = int(pool_gb * GB // block_bytes)
     require(num_blocks >= 2, "kv_cache_memory_gb", pool_gb,
             f"must hold at least 2 blocks of {block_bytes:,} bytes")  # fmt: skip
     return num_blocks
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

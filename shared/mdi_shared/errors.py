@@ -6,6 +6,7 @@ rebuilt in another process or by an event loop.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import TypeGuard
 
 MOST_SHOWN = 300  # characters of a value
 MOST_SEED = 2**64 - 1  # as files hold it
@@ -52,23 +53,24 @@ def require(holds: bool, field: str, value: object, allowed: str) -> None:
         raise ConfigError(field, value, allowed)
 
 
-def is_number(value: object, least: float, most: float) -> bool:
-    """Say whether `value` is a number, no bool, from `least` to `most`."""
-    return type(value) in (int, float) and least <= value <= most  # type: ignore[operator]
-
-
 def require_int(field: str, value: object, least: int, most: int | None = None) -> None:
     """Raise `ConfigError` unless `value` is an int, no bool, of `least` up to `most`."""
     holds = type(value) is int and least <= value and (most is None or value <= most)
+    start = "must be" if type(value) is int else "must be an int,"
     end = "" if most is None else f", at most {most:,}"
-    require(holds, field, value, f"must be at least {least}{end}")
+    require(holds, field, value, f"{start} at least {least}{end}")
 
 
 def require_number(field: str, value: object, most: float, *, above_zero: bool = False) -> None:
     """Raise `ConfigError` unless `value` is a number, no bool, from 0 (or above it) to `most`."""
-    holds = is_number(value, 0, most) and not (above_zero and value == 0)
+    holds = is_number(value) and 0 <= value <= most and not (above_zero and value == 0)
     start = "a finite number above 0" if above_zero else "a finite number of at least 0"
     require(holds, field, value, f"must be {start}, at most {most:g}")
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Say whether `value` is an int or a float; a bool is neither."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def require_rules(owner: object, rules: Iterable[Rule]) -> None:

@@ -8,7 +8,6 @@ Read next: `cost/linear.py` and `cost/predicted.py`, whose files these are.
 import json
 import tomllib
 from collections.abc import Mapping
-from itertools import chain
 from math import isfinite
 from pathlib import Path
 from stat import S_ISREG
@@ -19,6 +18,7 @@ from mdi_shared.errors import ConfigError, require_int
 MOST_BYTES = 64 << 20
 MOST_DEPTH = 64
 MOST_DIGITS = 20  # of 64 bits, with a sign
+_Place = tuple[str | int, ...]
 
 
 def require_mapping(where: str, data: object) -> dict[str, Any]:
@@ -143,23 +143,29 @@ def require_plain(document: object) -> None:
     That is nesting beyond MOST_DEPTH, numbers that are not finite or need more than 64 bits, half
     characters, and dates.
     """
-    rest = [(document, 0)]
+    rest: list[tuple[object, _Place]] = [(document, ())]
     while rest:
-        value, depth = rest.pop()
+        value, place = rest.pop()
         if isinstance(value, dict | list):
-            if depth == MOST_DEPTH:
+            if len(place) == MOST_DEPTH:
                 raise ValueError(f"it is nested too deeply, more than {MOST_DEPTH} levels")
-            inner = value if isinstance(value, list) else chain(value, value.values())
-            rest.extend((each, depth + 1) for each in inner)
+            inner = value.items() if isinstance(value, dict) else enumerate(value)
+            rest.extend((each, (*place, key)) for key, each in inner)
+            rest.extend((key, place) for key in value if isinstance(value, dict))
         elif isinstance(value, str):
-            _require_characters(value)
+            _require_characters(value, place)
         elif isinstance(value, float):
             if not isfinite(value):
-                raise ValueError(f"it holds {value}, must be a finite number")
+                raise ValueError(f"{_at(place)} holds {value}, must be a finite number")
         elif isinstance(value, int):
-            _require_64_bits(value)
+            if not -(2**63) <= value < 2**64:
+                raise ValueError(f"{_at(place)} holds a number that does not fit into 64 bits")
         elif value is not None:
-            raise ValueError(f"it holds {value}: dates and times have no meaning here")
+            raise ValueError(f"{_at(place)} holds {value}: dates and times have no meaning here")
+
+
+def _at(place: _Place) -> str:
+    return ascii(".".join(map(str, place)))[1:-1] or "it"
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -175,16 +181,11 @@ def _int(digits: str) -> int:
     return int(digits)
 
 
-def _require_64_bits(value: int) -> None:
-    if not -(2**63) <= value < 2**64:
-        raise ValueError("it holds a number that does not fit into 64 bits")
-
-
-def _require_characters(value: str) -> None:
+def _require_characters(value: str, place: _Place) -> None:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"it holds half a character, in {value[:60]!a}") from None
+        raise ValueError(f"{_at(place)} holds half a character, in {value[:60]!a}") from None
 
 
 def _no_number(name: str) -> float:

@@ -59,10 +59,10 @@ class RunDescription:
 
     def _rules(self) -> Iterator[Rule]:
         yield "policy", self.policy in POLICIES, f"must be one of {', '.join(POLICIES)}"
-        yield ("draft_accept_rate", is_number(self.draft_accept_rate, 0, 1),
-               "must be between 0 and 1")  # fmt: skip
+        rate = self.draft_accept_rate
+        yield ("draft_accept_rate", is_number(rate) and 0 <= rate <= 1, "must be between 0 and 1")
         until = self.until_s
-        yield ("until_s", until is None or (is_number(until, 0, LONGEST_RUN_S) and until > 0),
+        yield ("until_s", until is None or (is_number(until) and 0 < until < LONGEST_RUN_S),
                f"must be above 0 and below {LONGEST_RUN_S:g} s")  # fmt: skip
 
     @property

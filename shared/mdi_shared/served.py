@@ -11,7 +11,7 @@ from typing import Any
 
 from mdi_shared.errors import ConfigError, require, require_int, require_number
 
-OF_WORKLOAD = ("requests", "rate")
+OF_WORKLOAD = ("requests",)
 OF_TRACE = ("format", "limit", "sort")
 DEFAULT_REQUESTS = 1_000
 MOST_RATE = 1e12  # of requests a second, and of speed
@@ -21,9 +21,9 @@ MOST_RATE = 1e12  # of requests a second, and of speed
 class Served:
     """The requests of a run; None is "as they are". Without trace and workload: given as data.
 
-    `requests`, `rate` (per second) and `arrivals` belong to a workload, `format`, `limit` (rows)
-    and `sort` to a trace, which takes `arrivals` when it has no times of its own. `closed_loop`
-    False drops think times. `speed` divides all times; prompts and outputs are cut to `max_prompt`
+    `requests` belong to a workload, `format`, `limit` (rows) and `sort` to a trace. `rate` (per
+    second) and `arrivals` replace a preset's times, or a trace's own. `closed_loop` False drops
+    think times. `speed` divides all times; prompts and outputs are cut to `max_prompt`
     and `max_output` tokens. Raises `ConfigError` for values out of range and those that contradict
     each other.
     """
@@ -55,8 +55,10 @@ class Served:
             require(holds, name, given.get(name), "must be true or false")
         require(self.trace is None or self.workload is None, "workload", self.workload,
                 f"contradicts the trace {self.trace}: give one of them")  # fmt: skip
+        require(self.rate is None or self.arrivals is None, "rate", self.rate,
+                f"contradicts arrivals = {self.arrivals}: give one of them")  # fmt: skip
         for source, others, why in (
-            ("trace", OF_WORKLOAD, "belongs to a workload; a trace takes limit, speed, arrivals"),
+            ("trace", OF_WORKLOAD, "belongs to a workload; a trace takes limit"),
             ("workload", OF_TRACE, "belongs to a trace file, not to a workload"),
         ):
             for name in others if source in given else ():

@@ -80,15 +80,12 @@ def simulate(
         driver.recorder.closed(driver.scheduler.unfinished(), pool)
     sources = [driver.source for driver in drivers]
     return build_run(
-        [driver.recorder for driver in drivers],
-        trace,
-        _metadata(trace, run),
-        config,
+        [driver.recorder for driver in drivers], trace, _metadata(trace, run), config,
         run_id=f"simulated-{run.seed}",
         arrived_ns={row: t for source in sources for row, t in source.arrived_ns.items()},
         unfinished_reason=reason,
         not_arrived=[row for source in sources for row in source.not_arrived(end_ns)],
-    )
+    )  # fmt: skip
 
 
 def _run(env: simpy.Environment, until_s: float | None) -> tuple[str, int]:

@@ -25,13 +25,10 @@ class Workload:
         self._think = ints(table["think_ns"], null=-1).tolist()
         self._sessions = codes(table["session_id"])[0].tolist()
         self._ranks = place_rows(
-            placement,
-            num_ranks,
-            req_ids=self._req_ids,
+            placement, num_ranks, req_ids=self._req_ids, sessions=self._sessions,
             lengths=list(zip(self._prompt_lens, self._max_tokens, strict=True)),
             named=ints(table["rank"], null=-1).tolist(),
-            sessions=self._sessions,
-        )
+        )  # fmt: skip
         self.arrivals = self._arrivals(num_ranks)
 
     def request(self, row: int) -> tuple[Request, int | None]:
@@ -41,11 +38,9 @@ class Workload:
         """
         output_len, max_tokens = self._output_lens[row], self._max_tokens[row]
         request = Request(
-            req_id=self._req_ids[row],
-            prompt_len=self._prompt_lens[row],
-            max_tokens=max_tokens,
-            cached_len=self._cached_lens[row],
-        )
+            req_id=self._req_ids[row], prompt_len=self._prompt_lens[row],
+            max_tokens=max_tokens, cached_len=self._cached_lens[row],
+        )  # fmt: skip
         return request, (output_len if output_len < max_tokens else None)
 
     def _arrivals(self, num_ranks: int) -> list[Arrivals]:

@@ -80,9 +80,15 @@ class RankRecorder:
         self.pools = array("q")
         self.dropped = array("q")  # pairs (row, item index)
         self.accepted = array("q")  # triples (row, item index, accepted drafts)
-        self._num_rows = 0
-        self._num_processed = 0
         self.final_pool: tuple[int, int] | None = None
+
+    @property
+    def num_launched(self) -> int:
+        return len(self.launches) // len(STEP_FIELDS["launches"])
+
+    @property
+    def num_processed(self) -> int:
+        return len(self.outcomes) // len(STEP_FIELDS["outcomes"])
 
     def submitted(self, row: int) -> int:
         """Note that trace row `row` goes to the scheduler; return its sequence id there."""
@@ -97,7 +103,7 @@ class RankRecorder:
         for seq_id in plan.preempted:
             self.requests[seq_id].n_preempt += 1
         self.batches.extend((
-            self._num_rows, STEP_KINDS.index(plan.kind), plan.step, plan.decode_step,
+            self.num_launched, STEP_KINDS.index(plan.kind), plan.step, plan.decode_step,
             VOTES.index(plan.vote), plan.want, size, plan.num_batched_tokens, plan.is_partial,
             len(plan.finished), len(plan.ignored), len(plan.preempted), plan.target_ns,
         ))  # fmt: skip
@@ -110,7 +116,6 @@ class RankRecorder:
         """Note one more step of the newest batch, every context one token longer."""
         self.works.extend(work)
         self.launches.extend(times)
-        self._num_rows += 1
 
     def hosted(self, ingress_ns: int, enqueued_ns: int) -> None:
         """Note a real launch: the newest arrival's wait (NOT_YET = none), and when it was done."""
@@ -148,31 +153,29 @@ class RankRecorder:
         self.final_pool = pool
 
     def _note_advance(self, advance: Advance, due_waiting: list[int]) -> None:
-        for index in advance.dropped:
-            self.dropped.extend((self._num_processed, index))
+        self._note_dropped(advance.dropped)
         for i, free in enumerate(advance.free_blocks):
             waiting = advance.n_waiting + (due_waiting[i - 1] if i else 0)
             dropped = 0 if i else len(advance.dropped)
             self.outcomes.extend((waiting, advance.n_running, dropped, 0))
             self.pools.extend((free, advance.free_slots))
-        self._num_processed += advance.count
 
     def _note_outcome(self, outcome: StepOutcome, now_ns: int, due: int) -> None:
-        row = self._num_processed
-        for index in outcome.dropped:
-            self.dropped.extend((row, index))
+        self._note_dropped(outcome.dropped)
         accepted = 0
         if outcome.is_prefill:
             self._note_first_tokens(outcome, now_ns)
         elif self.drafting:
             for index, tokens in enumerate(outcome.tokens):
                 if len(tokens) > 1:
-                    self.accepted.extend((row, index, len(tokens) - 1))
+                    self.accepted.extend((self.num_processed, index, len(tokens) - 1))
                     accepted += len(tokens) - 1
-        self.outcomes.extend(
-            (outcome.n_waiting + due, outcome.n_running, len(outcome.dropped), accepted)
-        )
-        self._num_processed += 1
+        waiting, dropped = outcome.n_waiting + due, len(outcome.dropped)
+        self.outcomes.extend((waiting, outcome.n_running, dropped, accepted))
+
+    def _note_dropped(self, indices: tuple[int, ...]) -> None:
+        for index in indices:
+            self.dropped.extend((self.num_processed, index))
 
     def _note_prefill(self, plan: StepPlan, now_ns: int) -> None:
         for seq_id, q in zip(plan.seq_ids, plan.qs, strict=True):

@@ -78,7 +78,7 @@ class _Rank:
     def __init__(self, recorder: RankRecorder) -> None:
         self.rank = recorder.rank
         self.requests = recorder.requests
-        self.rows = len(recorder.outcomes) // len(rec.STEP_FIELDS["outcomes"])
+        self.rows = recorder.num_processed
         self.batch = _fields(recorder.batches, rec.BATCH_FIELDS)
         self.step: dict[str, Ints] = {}  # what each step has of its own
         for array_name, names in rec.STEP_FIELDS.items():
@@ -95,8 +95,6 @@ class _Rank:
 
     def portions(self) -> Iterator[tuple[int, int]]:
         """Yield ranges of step rows that have about `_PIECE_ITEMS` items each, one at least."""
-        if self.rows == 0:
-            yield 0, 0
         ends = np.cumsum(self.batch["n_items"][self.batch_of])
         first = 0
         while first < self.rows:

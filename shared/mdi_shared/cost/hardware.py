@@ -33,8 +33,7 @@ class Hardware:
     nvlink_bytes_per_s: float
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise ConfigError("name", self.name, "must be a text")
+        require(isinstance(self.name, str) and self.name != "", "name", self.name, "must be a text")
         for field in fields(self)[1:]:
             require_number(field.name, getattr(self, field.name), MOST_RATE, above_zero=True)
 
