@@ -138,8 +138,11 @@ def label(metadata: MetadataLike) -> str | None:
     if not isinstance(cost, Mapping) or "kind" not in cost:
         return "simulated; the cost model was not recorded"
     ranks = (metadata.config or {}).get("ranks", 1)
-    group = _group_label(cost.get("group"), ranks) if ranks > 1 else ""
-    return f"simulated; step times: {cost_label(cost)}{group}"
+    try:
+        group = _group_label(cost.get("group"), ranks) if ranks > 1 else ""
+        return f"simulated; step times: {cost_label(cost)}{group}"
+    except (AttributeError, KeyError, TypeError, ValueError):  # written by another program
+        return "simulated; the cost model was recorded in another form"
 
 
 def cost_label(cost: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from mdi_shared.run_description import RunDescription
 from mdi_shared.run_notes import run_notes
 from mdi_sim.simulate import simulate as run_simulation
 from mdi_traces.formats import load_requests
+from mdi_traces.pacing import unused_note
 from mdi_traces.requests import RequestTrace
 from mdi_traces.run import Run
 
@@ -35,7 +36,9 @@ class SimulatedRun(Run):
         super().__init__(run.steps_table, run.requests_table, run.metadata,
                          lambda: run.items_table, pieces=run.item_pieces)  # fmt: skip
         self.description = description
-        self.notes = (*run.metadata.notes, *run_notes(description))
+        unused = unused_note(RequestTrace(run.requests_table, run.metadata))
+        of_trace = run.metadata.notes if unused is None else (*run.metadata.notes, unused)
+        self.notes = (*of_trace, *run_notes(description))
         self.wall_s = wall_s
 
     def summary(self, slo: "SLO | None" = None, *, itl: bool = True) -> "RunSummary":

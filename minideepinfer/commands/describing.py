@@ -80,7 +80,16 @@ def served_by(options: object) -> Served:
     given: dict[str, Any] = {
         field.name: getattr(options, field.name, None) for field in fields(Served)
     }
-    return Served(**{**given, "trace": None if given["trace"] is None else str(given["trace"])})
+    paths = tuple(map(str, given["trace"] or ()))
+    return Served(**{**given, "trace": paths[0] if len(paths) == 1 else paths or None})
+
+
+def notes_on(work: "RequestTrace") -> tuple[str, ...]:
+    """Return what a reader of a run's figures should know about its requests."""
+    from mdi_traces.pacing import unused_note
+
+    unused = unused_note(work)
+    return work.metadata.notes if unused is None else (*work.metadata.notes, unused)
 
 
 def load_served(served: Served, seed: int | None) -> "RequestTrace":
@@ -118,24 +127,17 @@ def _read(served: Served, seed: int) -> "RequestTrace":
     if served.trace is None:
         raise MiniDeepInferError("nothing to serve: give a request trace, or --workload PRESET "
                                  "(mdi generate-workload --list shows the presets)")  # fmt: skip
-    path = Path(served.trace)
-    options: dict[str, Any] = {"format": served.format, "limit": served.limit,
-                               "sort": bool(served.sort), "seed": seed,
-                               "closed_loop": bool(served.closed_loop)}  # fmt: skip
-    if served.rate is not None:
-        from mdi_traces.pacing import retime
-
-        return retime(read_requests(path, **options), rate=served.rate)
-    try:
-        return read_requests(path, arrivals=served.arrivals, **options)
-    except ConfigError as error:
-        if error.field != "arrivals" or served.arrivals is None or not path.exists():
-            raise
-    from mdi_traces.distributions import parse_arrivals
-    from mdi_traces.pacing import retime
-
-    process = parse_arrivals(served.arrivals)
-    return retime(read_requests(path, **options), process=process, seed=seed)
+    paths = [served.trace] if isinstance(served.trace, str) else served.trace
+    return read_requests(
+        [Path(path) for path in paths],
+        format=served.format,
+        limit=served.limit,
+        sort=bool(served.sort),
+        arrivals=served.arrivals,
+        rate=served.rate,
+        seed=seed,
+        closed_loop=bool(served.closed_loop),
+    )
 
 
 def described(options: SimulatedOptions, slo_tpot_ms: float | None = None) -> RunDescription:

@@ -9,7 +9,7 @@ Read next: `mdi_traces/saving.py` (how files take their place).
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,38 +139,45 @@ def read_run(path: Path) -> "Run":
     return load_run(path)
 
 
-def read_requests(
-    path: Path,
-    *,
-    format: str | None = None,
-    limit: int | None = None,
-    sort: bool = False,
-    arrivals: str | None = None,
-    seed: int = 0,
-    closed_loop: bool = False,
-) -> "RequestTrace":
-    """Read a request trace as `load_requests` does, or the requests of a run by its prefix.
-
-    The path may be a file, a pipe, or a folder of files that are one trace. `arrivals` is a text
-    such as `poisson:5`.
-    """
-    from mdi_traces.distributions import parse_arrivals
-    from mdi_traces.formats import load_requests
-
+def _requests_file(path: Path) -> Path:
+    """Return the file, folder or pipe that a path to requests names: it may be a run's prefix."""
     if is_run(path):
         from mdi_traces.saving import run_files
         from mdi_traces.schema import REQUESTS
 
         path = run_files(path).get(REQUESTS, path)
     require_present(path)
+    return path
+
+
+def read_requests(
+    paths: Path | Sequence[Path],
+    *,
+    format: str | None = None,
+    limit: int | None = None,
+    sort: bool = False,
+    arrivals: str | None = None,
+    rate: float | None = None,
+    seed: int = 0,
+    closed_loop: bool = False,
+) -> "RequestTrace":
+    """Read a request trace as `load_requests` does, or the requests of a run by its prefix.
+
+    A path may be a file, a pipe, or a folder; several are one trace. `arrivals` is a text such as
+    `poisson:5`.
+    """
+    from mdi_traces.distributions import parse_arrivals
+    from mdi_traces.formats import load_requests
+
+    files = [_requests_file(path) for path in ([paths] if isinstance(paths, Path) else paths)]
     process = None if arrivals is None else parse_arrivals(arrivals)
     try:
         return load_requests(
-            path, format=format, limit=limit, sort=sort, arrivals=process, seed=seed,
+            files, format=format, limit=limit, sort=sort, arrivals=process, rate=rate, seed=seed,
             closed_loop=closed_loop,
         )  # fmt: skip
     except ConfigError as error:
         if error.field != "arrivals" or arrivals is not None:
             raise
-        raise ConfigError("arrivals", None, f"{path} has no arrival times: give some, such as "
+        raise ConfigError("arrivals", None, f"{files[0]} has no arrival times: give some, such as "
                           "--arrivals poisson:5") from error  # fmt: skip

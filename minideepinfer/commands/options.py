@@ -24,14 +24,9 @@ def option(*flags: str, help: str, metavar: str | None = None, panel: str | None
 
 # What a verb is about
 
-TracePath = Annotated[
-    Path, typer.Argument(help="Request trace in any known format, or a run's prefix.")
-]
-MaybeTrace = Annotated[
-    Path | None,
-    typer.Argument(help="Request trace in any known format, or a run's prefix.",
-                   show_default=False),
-]  # fmt: skip
+TRACE_HELP = "Request trace in any known format, or a run's prefix; several files are one trace."
+TracePath = Annotated[list[Path], typer.Argument(help=TRACE_HELP)]
+MaybeTrace = Annotated[list[Path] | None, typer.Argument(help=TRACE_HELP, show_default=False)]
 WorkloadName = Annotated[
     str, typer.Argument(metavar="WORKLOAD", help="Preset; see: mdi generate-workload --list.")
 ]

@@ -19,6 +19,7 @@ from minideepinfer.commands.describing import (
     TraceOptions,
     WorkloadOptions,
     load_served,
+    notes_on,
     served_by,
 )
 from minideepinfer.commands.executor import is_first_rank, open_model, require_executor
@@ -71,12 +72,16 @@ def _serve(options: RecordOptions | ReplayOptions) -> None:
     options.check()
     served = served_by(options)
     work = load_served(served, options.seed)
+    from mdi_traces.pacing import due_note, require_bearable_waits
+
+    require_bearable_waits(work)
     make_folder(options.out)
     with open_model(options.model, options.device, None, **_engine_options(options)) as llm:
         from mdi_exec.engine.serve_trace import TraceClient
 
         if is_first_rank():
-            tell(f"loaded {options.model} on {options.device}; serving {len(work):,} requests")
+            tell(f"loaded {options.model} on {options.device}; serving {len(work):,} requests, "
+                 f"{due_note(work)}")  # fmt: skip
         placement = placement_by_name(llm.options.placement)
         client = TraceClient(llm.engine, work, seed=options.seed or 0, placement=placement)
         with progress(len(work)) as on_progress:
@@ -113,4 +118,4 @@ def _report(
     metadata = replace(found.metadata, config=config, seed=options.seed or 0)
     run = Run(found.steps_table, found.requests_table, metadata, found.items_table)
     # The engine has saved it already, so that an interrupt loses nothing.
-    report_run(run, options, work.metadata.notes, verb="saved")
+    report_run(run, options, notes_on(work), verb="saved")

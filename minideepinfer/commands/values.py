@@ -75,12 +75,17 @@ def _declared(types: Types, name: str, value: object, path: Path | None = None) 
         hint = f"did you mean {near[0]}? " if near else ""
         where = name if path is None else f"{path}: {name}"
         raise ConfigError(where, value, f"unknown option; {hint}known: {', '.join(types)}")
-    return get_args(types[name]) or (types[name],)
+    declared: Any = types[name]
+    return (
+        (declared,)
+        if getattr(declared, "__origin__", None) is list
+        else get_args(declared) or (declared,)
+    )
 
 
 def _wanted(kinds: tuple[type, ...]) -> str:
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text",
-             Path: "a path", NoneType: NONE}  # fmt: skip
+             Path: "a path", list[Path]: "a path, or several", NoneType: NONE}  # fmt: skip
     return f"must be {' or '.join(names[kind] for kind in kinds)}"
 
 
@@ -94,6 +99,10 @@ def _typed(where: str, value: object, kinds: tuple[type, ...]) -> Any:  # noqa: 
         return float(value)
     if type(value) is str and Path in kinds:
         return Path(value)
+    if list[Path] in kinds and isinstance(value, str | list):
+        texts = [value] if isinstance(value, str) else value
+        if texts and all(isinstance(text, str) for text in texts):
+            return [Path(text) for text in texts]
     if type(value) is not float and type(value) in kinds:
         return value
     raise ConfigError(where, value, _wanted(kinds))

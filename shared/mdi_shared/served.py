@@ -21,14 +21,14 @@ MOST_RATE = 1e12  # of requests a second, and of speed
 class Served:
     """The requests of a run; None is "as they are". Without trace and workload: given as data.
 
-    `requests` belong to a workload, `format`, `limit` (rows) and `sort` to a trace. `rate` (per
-    second) and `arrivals` replace a preset's times, or a trace's own. `closed_loop` False drops
-    think times. `speed` divides all times; prompts and outputs are cut to `max_prompt`
-    and `max_output` tokens. Raises `ConfigError` for values out of range and those that contradict
-    each other.
+    `trace` is a file, or several that are one. `requests` belong to a workload, `format`, `limit`
+    (rows) and `sort` to a trace. `rate` (per second) and `arrivals` replace a preset's times, or a
+    trace's own. `closed_loop` False drops think times. `speed` divides all times; prompts and
+    outputs are cut to `max_prompt` and `max_output` tokens. Raises `ConfigError` for values
+    out of range and those that contradict each other.
     """
 
-    trace: str | None = None
+    trace: str | tuple[str, ...] | None = None
     workload: str | None = None
     requests: int | None = None
     rate: float | None = None
@@ -47,9 +47,12 @@ class Served:
             require_int(name, given.get(name, 1), 1)
         for name in ("rate", "speed"):
             require_number(name, given.get(name, 1), MOST_RATE, above_zero=True)
-        for name in ("trace", "workload", "arrivals", "format"):
+        for name in ("workload", "arrivals", "format"):
             holds = isinstance(given.get(name, ""), str)
             require(holds, name, given.get(name), "must be a text")
+        names = (self.trace,) if isinstance(self.trace, str | None) else self.trace
+        holds = isinstance(names, tuple) and all(isinstance(each, str | None) for each in names)
+        require(holds and names != (), "trace", self.trace, "must be a text, or several")
         for name in ("sort", "closed_loop"):
             holds = isinstance(given.get(name, True), bool)
             require(holds, name, given.get(name), "must be true or false")
@@ -66,7 +69,8 @@ class Served:
 
     def to_json(self) -> dict[str, Any]:
         """Return what was given; `from_json` inverts it."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        return {name: list(value) if isinstance(value, tuple) else value
+                for name, value in asdict(self).items() if value is not None}  # fmt: skip
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Served":
@@ -75,4 +79,5 @@ class Served:
         for name, value in data.items():
             if name not in known:
                 raise ConfigError(f"served.{name}", value, f"unknown; known: {', '.join(known)}")
-        return cls(**data)
+        trace = data.get("trace")
+        return cls(**{**data, "trace": tuple(trace) if isinstance(trace, list) else trace})

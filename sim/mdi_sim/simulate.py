@@ -14,6 +14,7 @@ import simpy
 from mdi_shared.chunking import make_policy
 from mdi_shared.cost.step_cost import StepCost
 from mdi_shared.describe_run import RunOptions, describe_run
+from mdi_shared.errors import ConfigError
 from mdi_shared.run_description import RunDescription
 from mdi_shared.scheduler import Scheduler
 from mdi_sim.driver import NEVER, RankDriver, TimeIsUp
@@ -73,7 +74,11 @@ def simulate(
     ]  # fmt: skip
     for driver in drivers:
         env.process(driver.run())
-    reason, end_ns = _run(env, until_s)
+    try:
+        reason, end_ns = _run(env, until_s)
+    except OverflowError as error:
+        raise ConfigError("cost", type(cost).__name__, "takes the run beyond 292 years, the most "
+                          "that 64-bit nanoseconds hold") from error  # fmt: skip
     for driver in drivers:
         queues = driver.scheduler.queues
         pool = (queues.blocks.num_free, queues.slots.num_free)

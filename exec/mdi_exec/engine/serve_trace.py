@@ -20,6 +20,7 @@ from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.engine.workers import GroupEngine
 from mdi_shared.placement import Placement, RoundRobin, place_rows
 from mdi_traces.columns import codes, ints
+from mdi_traces.pacing import require_bearable_waits
 from mdi_traces.requests import RequestTrace
 
 _LONGEST_SLEEP_S = 0.05  # so that an interrupt is noticed
@@ -31,12 +32,14 @@ class TraceClient:
     `seed` draws the prompts' tokens, from ids that are not special. Deterministic but for time.
     In a group, requests go to the ranks their trace names, others where `placement` says, a
     session as a whole. Under torchrun every rank has a client, which sends what is placed there.
+    Raises `ConfigError` for a trace in which nothing is due for days.
     """
 
     def __init__(
         self, engine: LLMEngine | GroupEngine, trace: RequestTrace, *, seed: int = 0,
         placement: Placement | None = None,
     ) -> None:  # fmt: skip
+        require_bearable_waits(trace)
         table = trace.table
         self.engine = engine
         self.seed = seed

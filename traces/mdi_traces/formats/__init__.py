@@ -28,6 +28,7 @@ from mdi_traces.formats.mooncake import MOONCAKE
 from mdi_traces.formats.own import OWN
 from mdi_traces.formats.rows import Rows
 from mdi_traces.formats.tracelab import TRACELAB
+from mdi_traces.pacing import retime
 from mdi_traces.requests import RequestTrace, build_requests, put_column, validate_requests
 from mdi_traces.schema import REQUESTS, Metadata
 
@@ -56,6 +57,7 @@ def load_requests(
     limit: int | None = None,
     sort: bool = False,
     arrivals: ArrivalProcess | None = None,
+    rate: float | None = None,
     seed: int = 0,
     closed_loop: bool = False,
 ) -> RequestTrace:
@@ -64,7 +66,8 @@ def load_requests(
     `path` is a file, a pipe, a folder of files, or a list of these, which together are one trace
     on one clock. `format` is one of FORMAT_NAMES, or None to recognise it. `limit` reads the first
     rows only. `sort` orders rows by arrival (ties stay in file order); without it, rows out of
-    order are an error. `arrivals` and `seed` make the times of a file that has none.
+    order are an error. `arrivals` and `seed` make the times of a file that has none, and replace
+    those of another, as `rate` (requests per second) does: see `retime`; a note says so.
     `closed_loop` turns the recorded gaps inside sessions into think times. Times count from the
     first request.
 
@@ -73,23 +76,26 @@ def load_requests(
     """
     if limit is not None and limit < 1:
         raise ConfigError("limit", limit, "must be at least 1 row")
+    if arrivals is not None and rate is not None:
+        raise ConfigError("rate", rate, "cannot be given together with arrivals")
     if format is not None and format not in FORMATS:
         raise ConfigError("format", format, f"must be one of {', '.join(FORMAT_NAMES)}")
     rows = _rows(path, limit)
     known = FORMATS[format] if format else _recognised(rows)
     if len(rows) == 0:
         raise TraceError(rows.file, "holds no requests")
-    if arrivals is not None and known.has_times:
-        raise ConfigError("arrivals", arrivals, f"format {known.name!r} has arrival times of its "
-                          "own")  # fmt: skip
     if closed_loop and known.no_sessions:
         raise ConfigError("closed_loop", True, f"format {known.name!r} {known.no_sessions}")
-    imported = known.read(rows, Options(arrivals=arrivals, seed=seed, closed_loop=closed_loop))
-    trace = _assembled(known.name, imported, seed if arrivals else None)
+    makes = None if known.has_times else arrivals
+    imported = known.read(rows, Options(arrivals=makes, seed=seed, closed_loop=closed_loop))
+    trace = _assembled(known.name, imported, seed if makes else None)
     trace, order = _ordered(_from_zero(trace), by_time=sort or imported.sort)
     kept = order if imported.kept is None else imported.kept[order]
     validate_requests(trace.table, rows.file, place=lambda row: rows.place(int(kept[row])))
-    return trace
+    replaces = arrivals if known.has_times else None
+    if replaces is None and rate is None:
+        return trace
+    return retime(trace, process=replaces, rate=rate, seed=seed)
 
 
 def detect_format(path: PathLike) -> str:
