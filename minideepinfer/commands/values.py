@@ -5,15 +5,15 @@ Read next: `declare.py`, which puts the values together.
 
 import difflib
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
 
 from mdi_shared.errors import ConfigError
+from mdi_shared.json_input import read_toml
 from mdi_shared.run_description import RunDescription
-from mdi_shared.toml_text import NONE
+from mdi_shared.toml_text import NONE, without_none
 from minideepinfer.commands.files import is_run, read_run
 
 Types = Mapping[str, Any]  # option name -> its declared type, as `typing.get_type_hints` gives it
@@ -25,7 +25,7 @@ def read_config(path: Path, tables: Mapping[str, Types]) -> dict[str, dict[str, 
 
     TOML has no null, so "none" stands for None. Raises `ConfigError` naming file, table and key.
     """
-    document = _read_toml(path)
+    document = read_toml(path, "config")
     known = ", ".join(f"[{name}]" for name in tables)
     found = {}
     for name, table in document.items():
@@ -46,21 +46,13 @@ def read_description(path: Path) -> RunDescription | None:
     if is_run(path):
         found = read_run(path).metadata
         return RunDescription.from_metadata(found.config, found.seed)
-    if not {"served", "shape"} & set(_read_toml(path)):
+    document = read_toml(path, "config")
+    if not {"served", "shape"} & set(document):
         return None
     try:
-        return RunDescription.from_toml(path.read_text(encoding="utf-8"))
+        return RunDescription.from_json(without_none(document))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.field}", error.value, error.allowed) from error
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError("config", str(path), f"cannot be read: {error.strerror}") from error
-    except ValueError as error:  # neither text nor TOML
-        raise ConfigError("config", str(path), f"is not TOML: {error}") from error
 
 
 def parse_pairs(pairs: Sequence[str], types: Types) -> dict[str, Any]:

@@ -8,6 +8,8 @@ rebuilt in another process or by an event loop.
 from collections.abc import Iterable, Sequence
 from typing import TypeGuard
 
+MOST_SHOWN = 300  # characters of a value
+MOST_SEED = 2**64 - 1  # as files hold it
 Rule = tuple[str, bool, str]  # a field, whether its value is allowed, and what is allowed
 
 
@@ -23,6 +25,14 @@ class MiniDeepInferError(Exception):
         return self.message
 
 
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python's limit on digits, a list inside itself
+        text = f"a {type(value).__name__} too large to show"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
+
+
 class ConfigError(MiniDeepInferError):
     """An option is unknown, out of range, or contradicts another one."""
 
@@ -34,7 +44,7 @@ class ConfigError(MiniDeepInferError):
 
     @property
     def message(self) -> str:
-        return f"{self.field} = {self.value!r}: {self.allowed}"
+        return f"{self.field} = {_shown(self.value)}: {self.allowed}"
 
 
 def require(holds: bool, field: str, value: object, allowed: str) -> None:
@@ -43,9 +53,19 @@ def require(holds: bool, field: str, value: object, allowed: str) -> None:
         raise ConfigError(field, value, allowed)
 
 
-def require_int(field: str, value: object, least: int) -> None:
-    """Raise `ConfigError` unless `value` is an int, no bool, of at least `least`."""
-    require(type(value) is int and value >= least, field, value, f"must be at least {least}")
+def require_int(field: str, value: object, least: int, most: int | None = None) -> None:
+    """Raise `ConfigError` unless `value` is an int, no bool, of `least` up to `most`."""
+    holds = type(value) is int and least <= value and (most is None or value <= most)
+    start = "must be" if type(value) is int else "must be an int,"
+    end = "" if most is None else f", at most {most:,}"
+    require(holds, field, value, f"{start} at least {least}{end}")
+
+
+def require_number(field: str, value: object, most: float, *, above_zero: bool = False) -> None:
+    """Raise `ConfigError` unless `value` is a number, no bool, from 0 (or above it) to `most`."""
+    holds = is_number(value) and 0 <= value <= most and not (above_zero and value == 0)
+    start = "a finite number above 0" if above_zero else "a finite number of at least 0"
+    require(holds, field, value, f"must be {start}, at most {most:g}")
 
 
 def is_number(value: object) -> TypeGuard[float]:

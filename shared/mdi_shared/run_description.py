@@ -6,7 +6,6 @@ trace. It is plain data with its rules: `describe_run.py` makes one and chooses 
 Read next: `config.py` (the scheduler's options), `served.py` (the requests), `describe_run.py`.
 """
 
-import tomllib
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields
@@ -16,8 +15,8 @@ from mdi_shared.config import SchedulerConfig
 from mdi_shared.cost.described import cost_from_description, require_step_cost
 from mdi_shared.cost.shape import V41_FLASH, ModelShape, shape_from_mapping
 from mdi_shared.cost.step_cost import StepCost
-from mdi_shared.errors import ConfigError, Rule, require_int, require_rules
-from mdi_shared.json_input import require_mapping, require_object
+from mdi_shared.errors import MOST_SEED, ConfigError, Rule, is_number, require_int, require_rules
+from mdi_shared.json_input import parse_toml, require_mapping, require_object, require_texts
 from mdi_shared.placement import Placement, placement_by_name
 from mdi_shared.served import Served
 from mdi_shared.toml_text import to_toml, without_none
@@ -51,7 +50,7 @@ class RunDescription:
 
     def __post_init__(self) -> None:
         require_int("ranks", self.ranks, 1)
-        require_int("seed", self.seed, 0)
+        require_int("seed", self.seed, 0, MOST_SEED)
         require_rules(self, self._rules())
         if isinstance(self.placement, str):
             placement_by_name(self.placement)
@@ -60,8 +59,10 @@ class RunDescription:
 
     def _rules(self) -> Iterator[Rule]:
         yield "policy", self.policy in POLICIES, f"must be one of {', '.join(POLICIES)}"
-        yield "draft_accept_rate", 0 <= self.draft_accept_rate <= 1, "must be between 0 and 1"
-        yield ("until_s", self.until_s is None or 0 < self.until_s < LONGEST_RUN_S,
+        rate = self.draft_accept_rate
+        yield ("draft_accept_rate", is_number(rate) and 0 <= rate <= 1, "must be between 0 and 1")
+        until = self.until_s
+        yield ("until_s", until is None or (is_number(until) and 0 < until < LONGEST_RUN_S),
                f"must be above 0 and below {LONGEST_RUN_S:g} s")  # fmt: skip
 
     @property
@@ -117,7 +118,9 @@ class RunDescription:
             parts["scheduler"] = SchedulerConfig.from_mapping(options)
         if "served" in own:
             parts["served"] = Served.from_json(require_mapping("served", own["served"]))
-        parts["assumed"] = tuple(own.get("assumed", ()))
+        if not isinstance(own.get("placement", ""), str):
+            raise ConfigError("placement", own["placement"], "must be a name")
+        parts["assumed"] = require_texts("assumed", own.get("assumed", ()))
         return cls(**{**own, **parts})
 
     def to_toml(self) -> str:
@@ -128,9 +131,10 @@ class RunDescription:
     def from_toml(cls, text: str) -> "RunDescription":
         """Build from TOML text; raises `ConfigError` as `from_json` does."""
         try:
-            return cls.from_json(without_none(tomllib.loads(text)))
-        except tomllib.TOMLDecodeError as error:
+            document = parse_toml(text)
+        except ValueError as error:
             raise ConfigError("run", "", f"is not TOML: {error}") from error
+        return cls.from_json(without_none(document))
 
     @classmethod
     def from_metadata(cls, config: Mapping[str, Any], seed: int | None) -> "RunDescription":

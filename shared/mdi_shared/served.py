@@ -7,14 +7,14 @@ Read next: `run_description.py`, of which this is a part; `minideepinfer/request
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from math import inf
 from typing import Any
 
-from mdi_shared.errors import ConfigError, require, require_int
+from mdi_shared.errors import ConfigError, require, require_int, require_number
 
 OF_WORKLOAD = ("requests",)
 OF_TRACE = ("format", "limit", "sort")
 DEFAULT_REQUESTS = 1_000
+MOST_RATE = 1e12  # of requests a second, and of speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +46,13 @@ class Served:
         for name in ("requests", "limit", "max_prompt", "max_output"):
             require_int(name, given.get(name, 1), 1)
         for name in ("rate", "speed"):
-            holds = 0 < given.get(name, 1) < inf
-            require(holds, name, given.get(name), "must be a finite number above 0")
+            require_number(name, given.get(name, 1), MOST_RATE, above_zero=True)
+        for name in ("trace", "workload", "arrivals", "format"):
+            holds = isinstance(given.get(name, ""), str)
+            require(holds, name, given.get(name), "must be a text")
+        for name in ("sort", "closed_loop"):
+            holds = isinstance(given.get(name, True), bool)
+            require(holds, name, given.get(name), "must be true or false")
         require(self.trace is None or self.workload is None, "workload", self.workload,
                 f"contradicts the trace {self.trace}: give one of them")  # fmt: skip
         require(self.rate is None or self.arrivals is None, "rate", self.rate,

@@ -106,7 +106,7 @@ def test_wrong_options(fails, small, arguments, says):
         ("[simulate]\njson = true\n", "unknown option"),
         ("[simulate]\nranks = 2.5\n", "c.toml: simulate.ranks = 2.5: must be a whole number"),
         ("[simulate]\nranks = true\n", "must be a whole number"),
-        ("[simulate]\nspeed = inf\n", "must be a number or none"),
+        ("[simulate]\nspeed = inf\n", "simulate.speed holds inf, must be a finite number"),
         ("[scheduler]\nenable_zos = 1\n", "scheduler.enable_zos = 1: must be true or false"),
         ("[scheduler\n", "is not TOML"),
     ],

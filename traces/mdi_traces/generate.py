@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.random import Generator, SeedSequence, default_rng
 
-from mdi_shared.errors import ConfigError, require
+from mdi_shared.errors import MOST_SEED, ConfigError, require, require_int
 from mdi_traces.columns import Ints, numbers, texts
 from mdi_traces.distributions import (
     ArrivalProcess,
@@ -180,8 +180,8 @@ def generate_workload(
     workload's own. Prompt and output lengths do not depend on either: each quantity has its own
     random stream of `seed`. Equal arguments give equal bytes. Raises `ConfigError`.
     """
-    require(num_requests >= 1, "num_requests", num_requests, "must be at least 1")
-    require(seed >= 0, "seed", seed, "must be at least 0")
+    require_int("num_requests", num_requests, 1)
+    require_int("seed", seed, 0, MOST_SEED)
     name, chosen = _choose(workload)
     require(rate is None or arrivals is None, "rate", rate,
             "cannot be given together with arrivals")  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from mdi_shared.errors import TraceError
+from mdi_shared.json_input import parse_json
 
 SCHEMA_VERSION = 2
 METADATA_KEY = b"mdi"
@@ -252,8 +253,8 @@ class Metadata:
     def from_json(cls, text: str | bytes, file: str) -> "Metadata":
         """Parse what `to_json` wrote; `file` is for the message of the `TraceError` it raises."""
         try:
-            document = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            document = parse_json(text)
+        except ValueError as error:
             raise TraceError(file, f"its metadata is not JSON ({error})") from error
         return cls.from_document(document, file)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mdi_exec.model.config import ModelConfig, VisionConfig, require
-from mdi_shared.errors import ConfigError
 from mdi_shared.json_input import read_json
 
 
@@ -35,7 +34,6 @@ class _Name(NamedTuple):
 
 
 MODEL_TYPE = "deepseek_v41"
-MOST_DESCRIPTION_BYTES = 2**26
 
 # Only fields whose place or name differs; any other is text_config.<field>, flat <field>.
 _NAMES = {
@@ -126,26 +124,10 @@ def read_config(data: Mapping[str, Any]) -> ModelConfig:
 
 def read_config_file(path: Path) -> ModelConfig:
     """Read a config.json; raises `ConfigError` when it is absent, not JSON, or not usable."""
-    data = read_description(path, "config")
+    data = read_json(path, "config")
     require(isinstance(data, dict), "config", str(path), "must hold a JSON object")
     assert isinstance(data, dict), "checked above"
     return read_config(data)
-
-
-def read_description(path: Path, what: str) -> object:
-    """Return what a JSON file of a checkpoint holds; raises `ConfigError` naming `what`.
-
-    Pipes and devices, files too large to be a description, and bottomless nesting are refused.
-    """
-    require(path.is_file() or not path.exists(), what, str(path), "must be a regular file")
-    if path.exists():
-        size = path.stat().st_size
-        require(size <= MOST_DESCRIPTION_BYTES, what, str(path), f"has {size:,} bytes; must be at "
-                f"most {MOST_DESCRIPTION_BYTES:,}")  # fmt: skip
-    try:
-        return read_json(path, what)
-    except RecursionError:
-        raise ConfigError(what, str(path), "is nested too deeply") from None
 
 
 def _key(field: str, is_nested: bool) -> str:

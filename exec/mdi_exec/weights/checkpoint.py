@@ -15,10 +15,11 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
 
-from mdi_exec.model.config_reader import read_config_file, read_description
+from mdi_exec.model.config_reader import read_config_file
 from mdi_exec.weights.names import TensorSpec, expected_tensors
 from mdi_exec.weights.safetensors_header import CheckpointError, read_header
 from mdi_shared.errors import ConfigError
+from mdi_shared.json_input import read_json
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -160,7 +161,7 @@ class Checkpoint:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        index = read_description(path, "index")
+        index = read_json(path, "index")
     except ConfigError as error:
         raise CheckpointError(path.name, error.allowed) from error
     if not isinstance(index, dict) or "weight_map" not in index:

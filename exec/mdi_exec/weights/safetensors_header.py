@@ -13,6 +13,7 @@ from typing import Any
 
 from mdi_exec.weights.names import DTYPE_BYTES, TensorSpec
 from mdi_shared.errors import MiniDeepInferError
+from mdi_shared.json_input import parse_json
 
 LENGTH_BYTES = 8
 METADATA_KEY = "__metadata__"
@@ -53,8 +54,8 @@ def read_header(path: Path) -> dict[str, TensorSpec]:
     except OSError as error:
         raise CheckpointError(path.name, f"cannot be read: {error.strerror}") from error
     try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        header = parse_json(text)
+    except ValueError as error:
         raise CheckpointError(path.name, f"its header is not JSON: {error}") from error
     if not isinstance(header, dict):
         raise CheckpointError(path.name, "its header is not a JSON object")

@@ -15,6 +15,7 @@ from tokenizers import decoders, normalizers
 from torch import Tensor
 
 from mdi_shared.errors import ConfigError
+from mdi_shared.json_input import read_text
 
 REPLACEMENT = "\ufffd"  # what bytes that are no UTF-8 decode to
 LONE_SPACE = "\ue000"  # stands for a text of one space while texts are stripped
@@ -55,10 +56,7 @@ class Tokenizer:
     @classmethod
     def from_file(cls, path: str | Path) -> "Tokenizer":
         """Read a tokenizer.json; raises `ConfigError` when it is absent or not usable."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError("tokenizer", str(path), f"cannot be read: {error}") from error
+        text = read_text(Path(path), "tokenizer")
         try:
             backend = tokenizers.Tokenizer.from_str(text)
         except Exception as error:

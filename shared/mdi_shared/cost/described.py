@@ -9,7 +9,7 @@ from copy import deepcopy
 from dataclasses import fields
 from typing import Any
 
-from mdi_shared.cost.hardware import hardware_from_json
+from mdi_shared.cost.hardware import stated_hardware
 from mdi_shared.cost.linear import LinearCost, host_from_json
 from mdi_shared.cost.predicted import KIND as PREDICTED
 from mdi_shared.cost.predicted import PredictedCost
@@ -40,7 +40,7 @@ def cost_from_description(data: object, shape: ModelShape) -> StepCost:
         own = require_object("cost", own, names, optional=("peaks",))
         shares = tuple(field.name for field in fields(Efficiencies))
         return RooflineCost(
-            hardware_from_json(own.get("peaks", own["hardware"])), shape, ep=own["ep"],
+            stated_hardware(own), shape, ep=own["ep"],
             efficiencies=Efficiencies(
                 **require_object("cost.efficiencies", own["efficiencies"], (), shares)
             ),

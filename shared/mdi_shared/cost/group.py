@@ -14,12 +14,15 @@ from typing import Any
 from mdi_shared.cost.hardware import Hardware
 from mdi_shared.cost.roofline import Efficiencies
 from mdi_shared.cost.shape import ModelShape
+from mdi_shared.cost.stated import require_assumed_group, require_fitted_group
+from mdi_shared.cost.step_cost import MOST_NS
 from mdi_shared.cost.traffic import step_bytes
 from mdi_shared.cost.work import StepWork, prefill_work
-from mdi_shared.errors import ConfigError
-from mdi_shared.json_input import require_mapping, require_number, require_object
+from mdi_shared.errors import ConfigError, require_int, require_number
+from mdi_shared.json_input import require_mapping, require_object
 
 FITTED, ASSUMED = "fitted", "assumed"
+MOST_OWN = 1_000.0  # times the slowest rank's own time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +31,8 @@ class GroupTerms:
 
     A is a rank's own time, as a rank with all experts would take; N is its rows. `own` differs
     from 1 where a rank reads only its own experts, or launches op by op what A replays as a graph.
-    Expert imbalance is not apart: it is part of `rows`. All are finite and at least 0.
+    Expert imbalance is not apart: it is part of `rows`. All are at least 0;
+    `own` is at most MOST_OWN, the others at most MOST_NS.
     """
 
     const: float = 0.0
@@ -37,7 +41,7 @@ class GroupTerms:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            require_number(f"group.{name}", value)
+            require_number(f"group.{name}", value, MOST_OWN if name == "own" else MOST_NS)
 
     def device_ns(self, own_ns: Sequence[int], rows: Sequence[int]) -> int:
         """Return the time of a step from its ranks' own times, ns, and rows; at least 1."""
@@ -59,11 +63,11 @@ class GroupCost:
     basis: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        if type(self.ranks) is not int or self.ranks < 2:
-            raise ConfigError("group.ranks", self.ranks, "must be an int of at least 2")
+        require_int("group.ranks", self.ranks, 2)
         kind = self.basis.get("kind")
         if kind not in (FITTED, ASSUMED):
             raise ConfigError("group.basis.kind", kind, f"must be {FITTED!r} or {ASSUMED!r}")
+        (require_fitted_group if kind == FITTED else require_assumed_group)(self.basis)
 
     def device_ns(self, own_ns: Sequence[int], works: Sequence[StepWork]) -> int:
         """Return the time of a step whose ranks have these works and times of their own, ns.

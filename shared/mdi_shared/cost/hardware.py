@@ -4,12 +4,15 @@ Peaks are not what a kernel reaches; `roofline.py` multiplies them by stated eff
 is measured or detected here.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from math import inf
 from pathlib import Path
+from typing import Any
 
-from mdi_shared.errors import ConfigError, is_number, require
+from mdi_shared.errors import ConfigError, require, require_number
 from mdi_shared.json_input import read_json, require_object
+
+MOST_RATE = 1e24  # bytes, or bytes or operations a second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +20,8 @@ class Hardware:
     """One accelerator. FLOP rates are dense (no sparsity), 2 per multiply-add.
 
     `fp8` and `bf16` are tensor-core rates, `fp32` is that of the vector units. `nvlink` is the
-    total of both directions. Raises `ConfigError` for a rate that is not above 0.
+    total of both directions. Raises `ConfigError` for a rate that is not above 0, or
+    above MOST_RATE.
     """
 
     name: str
@@ -31,9 +35,7 @@ class Hardware:
     def __post_init__(self) -> None:
         require(isinstance(self.name, str) and self.name != "", "name", self.name, "must be a text")
         for field in fields(self)[1:]:
-            value = getattr(self, field.name)
-            holds = is_number(value) and 0 < value < inf
-            require(holds, field.name, value, "must be a finite number above 0")
+            require_number(field.name, getattr(self, field.name), MOST_RATE, above_zero=True)
 
 
 # NVIDIA H100 Tensor Core GPU datasheet, SXM; its tensor figures "with sparsity" are halved.
@@ -100,6 +102,15 @@ def hardware_by_name(name: str) -> Hardware:
         raise ConfigError("hardware", name, f"must be one of {', '.join(HARDWARE)}, or a file "
                           "NAME.json of peak rates")  # fmt: skip
     return HARDWARE[name]
+
+
+def stated_hardware(own: Mapping[str, Any]) -> Hardware:
+    """Return what a cost model is for: the `hardware` it names, or the `peaks` of that name."""
+    name = own["hardware"]
+    require(isinstance(name, str), "hardware", name, "must be a text")
+    found = hardware_from_json(own.get("peaks", name))
+    require(found.name == name, "hardware", name, f"but its peaks are those of {found.name!r}")
+    return found
 
 
 def hardware_from_json(data: object, where: str = "peaks") -> Hardware:

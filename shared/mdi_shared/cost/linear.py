@@ -13,20 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from mdi_shared.cost.group import GroupCost
-from mdi_shared.cost.step_cost import HostCost
+from mdi_shared.cost.stated import require_fit
+from mdi_shared.cost.step_cost import MOST_NS, HostCost
 from mdi_shared.cost.work import StepWork
-from mdi_shared.errors import ConfigError
+from mdi_shared.errors import ConfigError, require_number
 from mdi_shared.json_input import (
     read_int_pair,
     read_int_pairs,
     read_json,
     read_numbers,
     require_mapping,
-    require_number,
     require_object,
 )
 
 SCHEMA_VERSION = 1
+MOST_COUNT = 2**62  # pairs, as int64 columns hold them
+TIMES = (2**31, MOST_NS)  # of a table: rows, ns
 UNITS = "ns"
 PREFILL_TERMS = ("const", "rows", "consumer_rows", "idx_pairs_r2", "idx_pairs_r1", "core_pairs",
                  "swa_pairs", "cached_rows", "n_seqs")  # fmt: skip
@@ -37,10 +39,10 @@ DECODE_TERMS = ("const", "rows", "sum_k", "n_seqs")
 class PrefillTerms:
     """The coefficients theta of a prefill step (R32): ns per unit of the `StepWork` field.
 
-    `const` is ns per step. All are finite and at least 0, so that time never falls as work grows;
-    a term the fit dropped is 0. `base` lists (rows, ns), ascending: up to its last entry it
-    replaces `const` and `rows` by interpolation, beyond that `rows` is what a further row adds.
-    Time is far from proportional to rows where few of them wake more and more experts.
+    `const` is ns per step. All are at least 0, so that time never falls as work grows, and at
+    most MOST_NS; a term the fit dropped is 0. `base` lists (rows, ns), ascending: up to its last
+    entry it replaces `const` and `rows` by interpolation, beyond that `rows` is what a further row
+    adds. Time is far from proportional to rows where few of them wake more and more experts.
     """
 
     const: float
@@ -56,7 +58,7 @@ class PrefillTerms:
 
     def __post_init__(self) -> None:
         for name in PREFILL_TERMS:
-            require_number(f"prefill.{name}", getattr(self, name))
+            require_number(f"prefill.{name}", getattr(self, name), MOST_NS)
         _require_ascending("prefill.base", self.base)
 
 
@@ -79,13 +81,13 @@ class DecodeTerms:
 
     def __post_init__(self) -> None:
         for name in DECODE_TERMS:
-            require_number(f"decode.{name}", getattr(self, name))
+            require_number(f"decode.{name}", getattr(self, name), MOST_NS)
         _require_ascending("decode.graphs", self.graphs)
         if self.graph_slopes and len(self.graph_slopes) != len(self.graphs):
             raise ConfigError("decode.graph_slopes", len(self.graph_slopes),
                               f"must be one per graph, {len(self.graphs)}")  # fmt: skip
         for slope in self.graph_slopes:
-            require_number("decode.graph_slopes", slope)
+            require_number("decode.graph_slopes", slope, MOST_NS)
 
 
 PREFILL_FEATURES = PREFILL_TERMS[1:]
@@ -121,6 +123,7 @@ class LinearCost:
     def __post_init__(self) -> None:
         _require_ranges("prefill.ranges", self.prefill_ranges, PREFILL_FEATURES)
         _require_ranges("decode.ranges", self.decode_ranges, DECODE_FEATURES)
+        require_fit(self.fit)
 
     def device_ns(self, work: StepWork) -> int:
         """Return the device time of a step, ns, rounded to the nearest."""
@@ -229,8 +232,8 @@ class LinearCost:
     def from_json(cls, source: str | Path | Mapping[str, Any]) -> "LinearCost":
         """Build from a file's path, or from what `to_json` returned.
 
-        Raises `ConfigError` for an unreadable file, a missing or unknown key, and a coefficient
-        that is no finite number of at least 0.
+        Raises `ConfigError` for an unreadable file, a missing or unknown key, and a number that is
+        out of its range.
         """
         data = require_object(
             "cost model",
@@ -250,11 +253,11 @@ class LinearCost:
         decode_terms = require_object("decode.terms", decode["terms"], DECODE_TERMS)
         return cls(
             prefill=PrefillTerms(
-                **prefill_terms, base=read_int_pairs("prefill.base", prefill.get("base", ()))
+                **prefill_terms, base=read_int_pairs("prefill.base", prefill.get("base", ()), TIMES)
             ),
             decode=DecodeTerms(
                 **decode_terms,
-                graphs=read_int_pairs("decode.graphs", decode["graphs"]),
+                graphs=read_int_pairs("decode.graphs", decode["graphs"], TIMES),
                 graph_slopes=read_numbers("decode.graph_slopes", decode.get("graph_slopes", ())),
             ),
             prefill_ranges=_read_ranges("prefill.ranges", prefill["ranges"]),
@@ -297,5 +300,6 @@ def _require_ranges(
 
 def _read_ranges(where: str, data: object) -> dict[str, tuple[int, int]]:
     return {
-        n: read_int_pair(f"{where}.{n}", seen) for n, seen in require_mapping(where, data).items()
+        n: read_int_pair(f"{where}.{n}", seen, (MOST_COUNT, MOST_COUNT))
+        for n, seen in require_mapping(where, data).items()
     }

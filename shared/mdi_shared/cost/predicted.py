@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from mdi_shared.cost.hardware import HARDWARE, Hardware, hardware_from_json
+from mdi_shared.cost.hardware import HARDWARE, Hardware, stated_hardware
 from mdi_shared.cost.linear import UNITS, host_from_json
 from mdi_shared.cost.roofline import Efficiencies, RooflineCost
 from mdi_shared.cost.shape import ModelShape, shape_from_mapping
-from mdi_shared.cost.step_cost import HostCost
+from mdi_shared.cost.step_cost import MOST_NS, HostCost
 from mdi_shared.cost.work import StepWork
-from mdi_shared.errors import ConfigError, is_number, require
+from mdi_shared.errors import ConfigError, require_number
 from mdi_shared.json_input import require_mapping, require_object
 
 KIND = "predicted"
@@ -94,11 +94,9 @@ class PredictedCost:
                                ("units", UNITS)):  # fmt: skip
             if own[name] != expected:
                 raise ConfigError(name, own[name], f"must be {expected!r}")
-        if type(own["ep"]) is not int:
-            raise ConfigError("ep", own["ep"], "must be an int")
         kinds = require_object("efficiencies", own["efficiencies"], ("prefill", "decode"))
         return cls(
-            hardware=hardware_from_json(own.get("peaks", own["hardware"])),
+            hardware=stated_hardware(own),
             shape=shape_from_mapping(require_mapping("shape", own["shape"])),
             ep=own["ep"],
             prefill=_efficiencies("efficiencies.prefill", kinds["prefill"]),
@@ -113,5 +111,7 @@ def _efficiencies(where: str, data: object) -> Efficiencies:
     stated = require_object(where, data, names)
     for name, value in stated.items():
         may_be_absent = name == "tensor_bf16" and value is None
-        require(may_be_absent or is_number(value), f"{where}.{name}", value, "must be a number")
+        if not may_be_absent:
+            most = MOST_NS if name == "overhead_ns_per_layer" else 1.0
+            require_number(f"{where}.{name}", value, most)
     return Efficiencies(**stated)

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from mdi_shared.cost.hardware import HARDWARE, Hardware
 from mdi_shared.cost.shape import ModelShape
-from mdi_shared.cost.step_cost import HostCost
+from mdi_shared.cost.step_cost import MOST_NS, HostCost
 from mdi_shared.cost.traffic import ByComponent, step_bytes, step_flops
 from mdi_shared.cost.work import StepWork, decode_work
-from mdi_shared.errors import require
+from mdi_shared.errors import require_int, require_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +38,8 @@ class Efficiencies:
     def __post_init__(self) -> None:
         shares = {name: getattr(self, name) for name in ("tensor", "vector", "memory", "link")}
         for name, value in {**shares, "tensor_bf16": self.bf16}.items():
-            require(0 < value <= 1, name, value, "must be above 0 and at most 1")
-        require(self.overhead_ns_per_layer >= 0, "overhead_ns_per_layer",
-                self.overhead_ns_per_layer, "must be at least 0")  # fmt: skip
+            require_number(name, value, 1, above_zero=True)
+        require_number("overhead_ns_per_layer", self.overhead_ns_per_layer, MOST_NS)
 
     @property
     def bf16(self) -> float:
@@ -95,6 +94,7 @@ class RooflineCost:
         efficiencies: Efficiencies | None = None,
         host: HostCost | None = None,
     ) -> None:
+        require_int("ep", ep, 1)
         self.hardware, self.shape, self.ep = hardware, shape, ep
         self.efficiencies = share = Efficiencies() if efficiencies is None else efficiencies
         self.host = HostCost() if host is None else host

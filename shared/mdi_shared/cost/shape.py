@@ -15,6 +15,16 @@ from typing import Any
 
 from mdi_shared.errors import ConfigError, Rule, require_rules
 
+MOST_SIZE = 2**24
+MOST_EXPERTS = 2**14
+MOST_LAYERS = 4_096
+MOST_ROWS = 2**40  # of an Engram table
+_MAY_BE_ZERO = {
+    "compress_ratios", "kv_source_layer_ids", "index_source_layer_ids", "candidate_source_layer_id",
+    "n_shared_experts", "engram_layer_ids", "engram_max_ngram_size", "engram_n_heads",
+    "engram_head_dim", "replay_keep_tokens",
+}  # fmt: skip
+_MOST = {"n_routed_experts": MOST_EXPERTS, "sliding_window": 2**16}
 SCALE_GROUP = 32  # values per E8M0 scale byte of index keys and window entries
 
 
@@ -63,6 +73,16 @@ class ModelShape:
         require_rules(self, self._rules())
 
     def _rules(self) -> Iterator[Rule]:
+        yield "name", isinstance(self.name, str), "must be a text"
+        for each in fields(self)[1:]:
+            value, least = getattr(self, each.name), 0 if each.name in _MAY_BE_ZERO else 1
+            is_list = each.type is not int
+            most = MOST_ROWS if is_list else _MOST.get(each.name, MOST_SIZE)
+            given = value if is_list and isinstance(value, tuple) else (value,)
+            holds = isinstance(value, tuple) is is_list and len(given) <= MOST_LAYERS
+            kind = f"ints, at most {MOST_LAYERS:,}," if is_list else "an int"
+            yield (each.name, holds and all(type(v) is int and least <= v <= most for v in given),
+                   f"must be {kind} from {least} to {most:,}")  # fmt: skip
         ratios, boundary = self.compress_ratios, self.n_prefill_layer
         yield ("compress_ratios", bool(ratios) and all(r in (0, 1, 2) for r in ratios),
                "needs one of 0, 1, 2 per layer")  # fmt: skip

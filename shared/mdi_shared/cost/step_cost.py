@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from mdi_shared.cost.work import StepWork
-from mdi_shared.errors import ConfigError
+from mdi_shared.errors import require_int
+
+MOST_NS = 10**12  # a step, or a part of one per row, token, pair; a quarter of an hour
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +27,7 @@ class HostCost:
     of it for a step without rows on a rank that has no group to keep company: nothing is laid out,
     launched or read then. The defaults are assumptions of a plausible size, not measurements;
     `launch_ns_per_seq`, `prefill_queue_ns` and times per token are 0 until measured. Raises
-    `ConfigError` for a time that is not an int of at least 0.
+    `ConfigError` for a time that is not an int from 0 to MOST_NS.
     """
 
     schedule_ns: int = 150_000
@@ -45,8 +47,7 @@ class HostCost:
         for name, value in asdict(self).items():
             if name == "prefill_launch_ns" and value is None:
                 continue
-            if type(value) is not int or value < 0:
-                raise ConfigError(name, value, "must be an int of at least 0 ns")
+            require_int(name, value, 0, MOST_NS)
 
     def of_step(
         self, n_seqs: int, prompt_tokens: int = 0, *, is_alone: bool
@@ -118,9 +119,8 @@ class ConstantCost:
     host: HostCost = NO_HOST_COST
 
     def __post_init__(self) -> None:
-        for name, value in (("prefill_ns", self.prefill_ns), ("decode_ns", self.decode_ns)):
-            if type(value) is not int or value < 1:
-                raise ConfigError(name, value, "must be an int of at least 1 ns")
+        for name in ("prefill_ns", "decode_ns"):
+            require_int(name, getattr(self, name), 1, MOST_NS)
 
     def device_ns(self, work: StepWork) -> int:
         return self.prefill_ns if work.is_prefill else self.decode_ns
