@@ -36,7 +36,7 @@ from mdi_exec.ranks.exchange import KINDS, NO_EXCHANGE, WHOLE, ExpertExchange, E
 from mdi_exec.ranks.parallel import RankAddress, RankGroup, own_device, require_even_experts
 from mdi_exec.weights.source import random_config
 from mdi_shared.errors import ConfigError, MiniDeepInferError
-from mdi_traces.io import atomic_file
+from mdi_traces.saving import atomic_file
 
 SCHEMA = 1  # of bench_prefill.json
 Measured = tuple[str, list[dict[str, Any]]]  # "prefill", "decode" or "kernels", and what it took

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mdi_shared.errors import TraceError
-from mdi_traces.io import atomic_file
+from mdi_traces.saving import atomic_file
 
 COLUMNS = ("phase", "label", "x_name", "x", "y_name", "y", "n_gpus", "config")
 AXES = {"prefill": ("latency_ms", "input_tok_s_gpu"), "decode": ("tok_s_user", "output_tok_s_gpu")}

@@ -52,6 +52,7 @@ from mdi_shared.errors import (
     ConfigError as ConfigError,
     DeadlockError as DeadlockError,
     MiniDeepInferError as MiniDeepInferError,
+    SaveError as SaveError,
     TraceError as TraceError,
 )
 from mdi_shared.placement import (

@@ -1,12 +1,13 @@
 """The `mdi` command: finds the verb, and turns every mistake into one line and an exit code.
 
 0: fine. 1: the data says no (a broken law, a broken trace, a deadlock). 2: asked wrongly (an
-unknown option, a value out of range, no such file). 130: interrupted. A fault of our own is a
-traceback.
+unknown option, a value out of range, no such file), or the system refused. 130: interrupted. 141:
+nobody reads the output any more. A fault of our own is a traceback.
 
 Read next: `commands/__init__.py` (the verbs).
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated
@@ -17,7 +18,7 @@ from mdi_shared.errors import DeadlockError, MiniDeepInferError, TraceError
 from minideepinfer.commands import VERBS, load_verb
 from minideepinfer.commands.screen import tell
 
-DATA_SAYS_NO, ASKED_WRONGLY, INTERRUPTED = 1, 2, 130
+DATA_SAYS_NO, ASKED_WRONGLY, INTERRUPTED, UNREAD = 1, 2, 130, 141
 
 # Newer typer carries its own copy of click and exports only this subclass of its UsageError.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -74,14 +75,23 @@ def _nothing() -> None:
 
 def run_command(arguments: Sequence[str]) -> int:
     """Run `mdi` with these arguments and return its exit code; without any, show the help."""
+    if sys.stdout is None:
+        tell("error: standard output is closed: send it to /dev/null if it is not wanted")
+        return ASKED_WRONGLY
     command: Callable[..., object] = typer.main.get_command(make_app(arguments))
     try:
         result = command(args=list(arguments) or ["--help"], prog_name="mdi", standalone_mode=False)
+        sys.stdout.flush()
     except MiniDeepInferError as error:
         tell(f"error: {error}")
         return DATA_SAYS_NO if isinstance(error, TraceError | DeadlockError) else ASKED_WRONGLY
     except UsageError as error:
         tell(f"error: {_usage_message(error)}")
+        return ASKED_WRONGLY
+    except (SystemExit, BrokenPipeError):  # the former is what click and rich make of the latter
+        return UNREAD
+    except OSError as error:
+        tell(f"error: {error.filename or 'standard output'}: {error.strerror or error}")
         return ASKED_WRONGLY
     except (typer.Abort, KeyboardInterrupt):
         result = INTERRUPTED
@@ -104,4 +114,11 @@ def _usage_message(error: Exception) -> str:
 
 def main() -> None:
     """Entry point of the `mdi` script."""
-    sys.exit(run_command(sys.argv[1:]))
+    code = run_command(sys.argv[1:])
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:  # told already; Python would try once more at exit, and complain
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    sys.exit(code)

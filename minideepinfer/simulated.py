@@ -19,7 +19,6 @@ from mdi_sim.simulate import simulate as run_simulation
 from mdi_traces.formats import load_requests
 from mdi_traces.requests import RequestTrace
 from mdi_traces.run import Run
-from minideepinfer.saving import save_run
 
 if TYPE_CHECKING:
     from mdi_analysis import SLO
@@ -47,10 +46,6 @@ class SimulatedRun(Run):
         from minideepinfer.run_summary import summarize
 
         return summarize(self, slo, itl=itl, wall_s=self.wall_s)
-
-    def save(self, prefix: str | os.PathLike[str], *, items: bool = True) -> list[Path]:
-        """Write the run's files and return their paths; see `saving.py`. Raises `TraceError`."""
-        return save_run(self, prefix, items=items)
 
     def plot(self, directory: str | os.PathLike[str]) -> list[Path]:
         """Draw latency, timeline, step times and throughput as PNG; return their paths."""

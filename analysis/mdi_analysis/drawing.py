@@ -14,8 +14,8 @@ import numpy as np
 
 from mdi_analysis.binning import bin_edges, binned
 from mdi_analysis.frames import KINDS, NS_PER_S, Floats
-from mdi_shared.errors import TraceError
-from mdi_traces.io import atomic_file
+from mdi_shared.errors import SaveError
+from mdi_traces.saving import atomic_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -127,18 +127,18 @@ def say(ax: "Axes", text: str) -> None:
 
 
 def make_plot_folder(directory: str | Path) -> Path:
-    """Make a folder for pictures. Raises `TraceError` when the system refuses."""
+    """Make a folder for pictures. Raises `SaveError` when the system refuses."""
     directory = Path(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise TraceError(str(directory), f"cannot be made a folder: {reason}") from error
+        raise SaveError(str(directory), f"cannot be made a folder: {reason}") from error
     return directory
 
 
 def save_figure(figure: "Figure", path: str | Path, dpi: int = 130) -> Path:
-    """Write a PNG that takes the place of `path` when it is whole. Raises `TraceError`."""
+    """Write a PNG that takes the place of `path` when it is whole. Raises `SaveError`."""
     with atomic_file(path) as file:
         figure.savefig(file, format="png", dpi=dpi)
     return Path(path)

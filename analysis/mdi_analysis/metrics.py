@@ -6,7 +6,6 @@ whole columns. Nothing here looks at device time or memory; `usage.py` does.
 Read next: `summary.py`, which puts everything together.
 """
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -27,7 +26,7 @@ from mdi_analysis.frames import (
     kind_codes,
     series,
 )
-from mdi_shared.errors import ConfigError, TraceError
+from mdi_shared.errors import TraceError, is_number, require
 from mdi_shared.request import REASONS
 
 OUTCOMES = {
@@ -66,11 +65,8 @@ class SLO:
     def __post_init__(self) -> None:
         for name in ("ttft_ms", "tpot_ms", "e2e_ms"):
             bound = getattr(self, name)
-            if bound is None:
-                continue
-            number = isinstance(bound, int | float) and not isinstance(bound, bool)
-            if not number or math.isnan(bound) or bound <= 0:
-                raise ConfigError(name, bound, "must be a number of ms above 0, or None")
+            holds = bound is None or (is_number(bound) and bound > 0)
+            require(holds, name, bound, "must be a number of ms above 0, or None")
 
 
 @dataclass(frozen=True, slots=True)

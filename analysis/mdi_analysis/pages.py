@@ -21,7 +21,7 @@ from mdi_analysis.overlay import overlay_figure, overlay_rows
 from mdi_analysis.plots import PLOTS
 from mdi_analysis.report import Sheet, counted, percent
 from mdi_analysis.summary import Summary, describe_counts, describe_origin
-from mdi_traces.io import atomic_file
+from mdi_traces.saving import atomic_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -90,7 +90,7 @@ def save_overlay(
 ) -> list[Path]:
     """Write the page, the picture, or both; return their paths.
 
-    Each takes the place of an earlier file when it is whole. Raises `TraceError` when the system
+    Each takes the place of an earlier file when it is whole. Raises `SaveError` when the system
     refuses to write there.
     """
     written = []
@@ -102,7 +102,7 @@ def save_overlay(
 
 
 def save_page(page: str, path: str | Path) -> Path:
-    """Write a page that takes the place of `path` when it is whole. Raises `TraceError`."""
+    """Write a page that takes the place of `path` when it is whole. Raises `SaveError`."""
     with atomic_file(path) as file:
         file.write(page.encode("utf-8"))
     return Path(path)

@@ -11,11 +11,10 @@ Format: "Trace Event Format" (Chromium project), phases M, X, C, b and e.
 import gzip
 import io
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 import pandas as pd
@@ -31,6 +30,7 @@ from mdi_analysis.frames import (
     span_ns,
 )
 from mdi_shared.errors import ConfigError
+from mdi_traces.saving import atomic_file
 
 Event = dict[str, Any]
 NS_PER_US = 1e3
@@ -47,7 +47,7 @@ def export_perfetto(run: RunLike, path: str | Path, *, max_steps: int | None = N
 
     `max_steps` keeps the first so many engine steps (of every rank) and the part of the requests
     that falls into them. Same run, same bytes. Raises `ConfigError` on another suffix or
-    `max_steps` below 1.
+    `max_steps` below 1, `SaveError` when the system refuses to write there.
     """
     path = Path(path)
     if not path.name.endswith((".json", ".json.gz")):
@@ -61,7 +61,7 @@ def export_perfetto(run: RunLike, path: str | Path, *, max_steps: int | None = N
         if kept.size and kept[-1] < step.max():
             steps = steps[step <= kept[-1]]
             end_ns = float(floats(steps, "steps", "t_done").max())
-    with _atomic_text(path) as file:
+    with atomic_file(path) as raw, _text(raw, is_packed=path.name.endswith(".gz")) as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         separator = ""
         for event in trace_events(steps, run.requests, end_ns):
@@ -185,19 +185,16 @@ def _us(time_ns: float) -> float:
 
 
 @contextmanager
-def _atomic_text(path: Path) -> Iterator[IO[str]]:
-    """Open a temporary neighbour of `path` for text; it takes the name when all went well."""
-    if not path.parent.is_dir():
-        raise ConfigError("path", str(path), "must lie in a folder that exists")
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+def _text(raw: BinaryIO, *, is_packed: bool) -> Iterator[TextIO]:
+    """Write text into an open file, which stays open."""
+    # No name and no time in the header: same run, same bytes.
+    packed: Any = gzip.GzipFile("", "wb", 6, raw, mtime=0) if is_packed else raw
+    file = io.TextIOWrapper(packed, encoding="utf-8", newline="\n", write_through=True)
     try:
-        with part.open("wb") as raw:
-            packed: IO[bytes] = raw
-            if path.name.endswith(".gz"):
-                # No name and no time in the header: same run, same bytes.
-                packed = gzip.GzipFile("", "wb", compresslevel=6, fileobj=raw, mtime=0)  # type: ignore[assignment]
-            with io.TextIOWrapper(packed, encoding="utf-8", newline="\n") as file:
-                yield file
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+        yield file
+    finally:  # nothing may be written later, when the file is closed
+        try:
+            file.detach()
+        finally:
+            if is_packed:
+                packed.close()

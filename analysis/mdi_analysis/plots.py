@@ -202,7 +202,7 @@ PLOTS = {
 def save_plots(run: RunLike, directory: str | Path) -> list[Path]:
     """Draw all four plots as PNG into a folder, made if needed; return the paths.
 
-    Raises `TraceError` when the system refuses the folder or a file in it.
+    Raises `SaveError` when the system refuses the folder or a file in it.
     """
     directory = make_plot_folder(directory)
     return [save_figure(plot(run), directory / f"{name}.png") for name, plot in PLOTS.items()]

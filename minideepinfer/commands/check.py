@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mdi_shared.errors import ConfigError, TraceError
+from mdi_shared.served import Served
 from minideepinfer.commands import options as o
-from minideepinfer.commands.files import is_run, read_requests, read_run
+from minideepinfer.commands.describing import load_served
+from minideepinfer.commands.files import is_run, read_run
 from minideepinfer.commands.screen import facts_table, show_json, show_table, tell
 
 if TYPE_CHECKING:
@@ -109,7 +111,7 @@ def _run_verdicts(path: Path) -> tuple[Verdict, ...]:
 def _rules(path: Path, format: str | None, arrivals: str | None) -> tuple[Verdict, ...]:
     """Reading stops at the first row that breaks a rule, so there is at most one."""
     try:
-        work = read_requests(path, format=format, arrivals=arrivals)
+        work = load_served(Served(trace=str(path), format=format, arrivals=arrivals), 0)
     except TraceError as error:
         if error.row is None:
             raise

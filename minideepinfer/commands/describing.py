@@ -27,7 +27,6 @@ class WorkloadOptions:
     """Of generated requests."""
 
     requests: o.Requests = None
-    rate: o.Rate = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +42,7 @@ class TraceOptions:
 class RequestOptions:
     """Of any requests, and on what they are served."""
 
+    rate: o.Rate = None
     arrivals: o.Arrivals = None
     closed_loop: o.ClosedLoop = None
     speed: o.Speed = None
@@ -114,18 +114,28 @@ def _generated(served: Served, seed: int) -> "RequestTrace":
 
 
 def _read(served: Served, seed: int) -> "RequestTrace":
+    """Return a trace from its file; arrivals or a rate replace its own times, with a note."""
     if served.trace is None:
         raise MiniDeepInferError("nothing to serve: give a request trace, or --workload PRESET "
                                  "(mdi generate-workload --list shows the presets)")  # fmt: skip
-    return read_requests(
-        Path(served.trace),
-        format=served.format,
-        limit=served.limit,
-        sort=bool(served.sort),
-        arrivals=served.arrivals,
-        seed=seed,
-        closed_loop=bool(served.closed_loop),
-    )
+    path = Path(served.trace)
+    options: dict[str, Any] = {"format": served.format, "limit": served.limit,
+                               "sort": bool(served.sort), "seed": seed,
+                               "closed_loop": bool(served.closed_loop)}  # fmt: skip
+    if served.rate is not None:
+        from mdi_traces.pacing import retime
+
+        return retime(read_requests(path, **options), rate=served.rate)
+    try:
+        return read_requests(path, arrivals=served.arrivals, **options)
+    except ConfigError as error:
+        if error.field != "arrivals" or served.arrivals is None or not path.exists():
+            raise
+    from mdi_traces.distributions import parse_arrivals
+    from mdi_traces.pacing import retime
+
+    process = parse_arrivals(served.arrivals)
+    return retime(read_requests(path, **options), process=process, seed=seed)
 
 
 def described(options: SimulatedOptions, slo_tpot_ms: float | None = None) -> RunDescription:

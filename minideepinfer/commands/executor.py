@@ -7,9 +7,7 @@ Read next: `generate.py`, `record.py`, `mdi_exec/engine/options.py`.
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
-
-import typer
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.errors import MiniDeepInferError
@@ -21,24 +19,6 @@ if TYPE_CHECKING:
 
 # Read when torch is loaded. What it would log beside our one line is raised as an error, too.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-
-ModelPath = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub id.")]
-SetOptions = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Option of the engine or the scheduler, like max_num_seqs=64; repeatable.",
-    ),
-]
-RanksOption = Annotated[
-    int,
-    typer.Option(
-        metavar="N",
-        help="Data-parallel ranks, each a process; under torchrun leave it out.",
-    ),
-]
-DeviceOption = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
 
 
 def is_first_rank() -> bool:

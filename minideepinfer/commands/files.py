@@ -4,15 +4,17 @@ A path that is not there is a wrong question (exit code 2), a file that is broke
 so presence is tested here, before a reader sees the file. Output paths are tested before any
 work, so that a long simulation is not lost to a misspelt folder.
 
-Read next: `minideepinfer/saving.py` (the files of a run).
+Read next: `mdi_traces/saving.py` (how files take their place).
 """
 
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mdi_shared.errors import ConfigError
+from mdi_shared.errors import ConfigError, SaveError
 from minideepinfer.commands.screen import tell
 
 if TYPE_CHECKING:
@@ -30,15 +32,24 @@ def require_input(path: Path) -> None:
 
 
 def require_present(path: Path) -> None:
-    """Raise `ConfigError` unless `path` is there: a file, a pipe, or a folder."""
+    """Raise `ConfigError` unless `path` is there and may be read: a file, a pipe, or a folder."""
+    with looking("path", path):
+        if not path.exists():
+            raise ConfigError("path", str(path), "no such file")
+        if path.is_dir() and not any(path.iterdir()):
+            raise ConfigError("path", str(path), "is a folder without files")
+        if not os.access(path, os.R_OK):
+            raise ConfigError("path", str(path), "may not be read: no permission")
+
+
+@contextmanager
+def looking(name: str, path: Path) -> Iterator[None]:
+    """Turn what the system refuses while it is asked about `path` into a `ConfigError`."""
     try:
-        there = path.exists()
-    except OSError as error:  # a name too long, a folder that may not be looked into
-        raise ConfigError("path", str(path), f"cannot be read: {error.strerror}") from error
-    if not there:
-        raise ConfigError("path", str(path), "no such file")
-    if path.is_dir() and not any(path.iterdir()):
-        raise ConfigError("path", str(path), "is a folder without files")
+        yield
+    except (OSError, ValueError) as error:  # a name too long or with a NUL, a closed folder
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(name, str(path), f"cannot be looked at: {reason}") from error
 
 
 def require_runs(paths: Iterable[Path]) -> None:
@@ -50,7 +61,7 @@ def require_runs(paths: Iterable[Path]) -> None:
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
     """Write a document, whole or not at all, and say so."""
-    from mdi_traces.io import atomic_file
+    from mdi_traces.saving import atomic_file
 
     verb = "replaced" if path.exists() else "wrote"
     make_folder(path)
@@ -63,18 +74,36 @@ def require_output(name: str, path: Path, endings: tuple[str, ...] = ()) -> None
     """Raise `ConfigError` unless a file `path` can be made, its folder included, with an ending."""
     if endings and not path.name.endswith(endings):
         raise ConfigError(name, str(path), f"must end in {', '.join(endings)}")
-    if path.is_dir():
-        raise ConfigError(name, str(path), "is a folder")
+    with looking(name, path):
+        if path.is_dir():
+            raise ConfigError(name, str(path), "is a folder")
+        if path.exists() and not path.is_file():
+            raise ConfigError(name, str(path), "is a device or a pipe, not a file")
     require_folder(name, path.parent)
+
+
+def require_run_output(name: str, prefix: Path) -> None:
+    """Raise `ConfigError` unless a run can be saved as `prefix`, its folder included."""
+    from mdi_traces.saving import require_prefix
+
+    try:
+        base = require_prefix(prefix)
+    except SaveError as error:
+        raise ConfigError(name, str(prefix), error.problem) from error
+    require_folder(name, base.parent)
 
 
 def require_folder(name: str, path: Path) -> None:
     """Raise `ConfigError` unless `path` is a folder, or one can be made there."""
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if there == path and not path.is_dir():
-        raise ConfigError(name, str(path), "is a file, must be a folder")
-    if not there.is_dir():
-        raise ConfigError(name, str(path), f"{there} is a file, so no folder can be made in it")
+    with looking(name, path):
+        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        if there == path and not path.is_dir():
+            raise ConfigError(name, str(path), "is a file, must be a folder")
+        if not there.is_dir():
+            raise ConfigError(name, str(path), f"{there} is a file, so no folder can be made in it")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise ConfigError(name, str(path), "no file can be made there: no permission, or "
+                              "read-only")  # fmt: skip
 
 
 def make_folder(path: Path) -> None:
@@ -87,13 +116,14 @@ def make_folder(path: Path) -> None:
 
 def is_run(path: Path) -> bool:
     """Say whether `path` is a run: its prefix, or one of its files with its steps beside it."""
-    from mdi_traces.run import run_prefix
-    from minideepinfer.saving import RUN_ENDINGS, run_files
+    from mdi_traces.saving import RUN_ENDINGS, run_files
+    from mdi_traces.schema import STEPS
 
     try:
-        if path.name.endswith(RUN_ENDINGS):
-            return Path(run_prefix(path) + ".steps.parquet").exists()
-        return not path.is_file() and bool(run_files(path))
+        found = run_files(path)
+        if path.name.endswith(tuple(RUN_ENDINGS.values())):
+            return STEPS in found
+        return not path.is_file() and bool(found)
     except OSError:  # `require_present` says why it cannot be looked at
         return False
 
@@ -128,9 +158,10 @@ def read_requests(
     from mdi_traces.formats import load_requests
 
     if is_run(path):
-        from mdi_traces.run import run_prefix
+        from mdi_traces.saving import run_files
+        from mdi_traces.schema import REQUESTS
 
-        path = Path(run_prefix(path) + ".requests.parquet")
+        path = run_files(path).get(REQUESTS, path)
     require_present(path)
     process = None if arrivals is None else parse_arrivals(arrivals)
     try:

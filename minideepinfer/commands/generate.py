@@ -8,14 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mdi_shared.errors import ConfigError
-from minideepinfer.commands.executor import (
-    DeviceOption,
-    ModelPath,
-    RanksOption,
-    SetOptions,
-    is_first_rank,
-    open_model,
-)
+from minideepinfer.commands import options as o
+from minideepinfer.commands.executor import is_first_rank, open_model
 from minideepinfer.commands.screen import show_json, show_table, tell
 
 if TYPE_CHECKING:
@@ -23,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def generate(
-    model: ModelPath,
+    model: o.ModelPath,
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Texts.", show_default=False)
     ] = None,
@@ -41,12 +35,12 @@ def generate(
         typer.Option("--stop", metavar="TEXT", help="End an output before this; repeatable."),
     ] = None,
     n: Annotated[int, typer.Option("--n", metavar="N", help="Outputs per prompt.")] = 1,
-    seed: Annotated[int, typer.Option(metavar="N", help="Equal seeds, equal tokens.")] = 0,
+    seed: o.Seed = None,
     ignore_eos: Annotated[bool, typer.Option(help="Go on past end of sequence.")] = False,
-    ranks: RanksOption = 1,
-    device: DeviceOption = "cpu",
-    set_options: SetOptions = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    ranks: o.Ranks = None,
+    device: o.Device = "cpu",
+    set_options: o.Pairs = None,
+    as_json: o.Json = False,
 ) -> None:
     """Generate from prompts given as texts or, with --ids, as token ids."""
     given: list[str | list[int]] = [*(prompts or []), *[_token_ids(text) for text in ids or []]]
@@ -63,11 +57,11 @@ def generate(
             ignore_eos=ignore_eos,
             stop=stop or (),
             n=n,
-            seq_seed=seed + index * n,
+            seq_seed=(seed or 0) + index * n,
         )
         for index in range(len(given))
     ]
-    with open_model(model, device, set_options, data_parallel_size=ranks) as llm:
+    with open_model(model, device, set_options, data_parallel_size=ranks or 1) as llm:
         if is_first_rank():
             tell(f"loaded {model} on {device}")
         outputs = llm.generate(given, params)

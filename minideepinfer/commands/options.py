@@ -55,10 +55,11 @@ Requests = Annotated[int | None, option(
     help="Size of the workload (default: 1000).")]
 Rate = Annotated[float | None, option(
     "--rate", metavar="R", panel=REQUESTS,
-    help="Requests (or sessions) per second of the workload, instead of the preset's.")]
+    help="Requests (or sessions) per second, instead of the preset's or the trace's own times.")]
 Arrivals = Annotated[str | None, option(
     "--arrivals", metavar="PROCESS", panel=REQUESTS,
-    help="Arrival times for a workload, or a trace without any: poisson:5, gamma:5:2, burst, …")]
+    help="Arrival times instead of the preset's or the trace's own: poisson:5, gamma:5:2, "
+    "burst, …")]
 Format = Annotated[str | None, option(
     "--format", metavar="NAME", panel=REQUESTS,
     help="Format of the trace, instead of recognising it.")]

@@ -23,7 +23,7 @@ from minideepinfer.commands.describing import (
 )
 from minideepinfer.commands.executor import is_first_rank, open_model, require_executor
 from minideepinfer.commands.files import make_folder
-from minideepinfer.commands.results import RunResults, report_run, run_file
+from minideepinfer.commands.results import RunResults, report_run
 from minideepinfer.commands.screen import progress, tell
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _serve(options: RecordOptions | ReplayOptions) -> None:
     options.check()
     served = served_by(options)
     work = load_served(served, options.seed)
-    make_folder(run_file(options.out))
+    make_folder(options.out)
     with open_model(options.model, options.device, None, **_engine_options(options)) as llm:
         from mdi_exec.engine.serve_trace import TraceClient
 

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING
 
 from mdi_shared.errors import ConfigError
 from minideepinfer.commands import options as o
-from minideepinfer.commands.files import make_folder, require_folder, require_output
+from minideepinfer.commands.files import (
+    make_folder,
+    require_folder,
+    require_output,
+    require_run_output,
+)
 from minideepinfer.commands.screen import show_json, show_table, tell
 
 if TYPE_CHECKING:
@@ -53,12 +58,7 @@ class RunResults(ViewOptions):
     def check(self) -> None:
         super().check()
         if self.out is not None:
-            require_output("out", run_file(self.out))
-
-
-def run_file(prefix: Path) -> Path:
-    """Return the path of a run's step table."""
-    return prefix.with_name(f"{prefix.name}.steps.parquet")
+            require_run_output("out", self.out)
 
 
 def parse_slo(text: str | None) -> "SLO | None":
@@ -84,10 +84,10 @@ def parse_slo(text: str | None) -> "SLO | None":
 
 def save_out(run: "Run", prefix: Path, verb: str | None = None) -> list[Path]:
     """Save a run in place of an earlier one, and say so; return the paths."""
-    from minideepinfer.saving import run_files, save_run
+    from mdi_traces.saving import run_files
 
     verb = verb or ("replaced" if run_files(prefix) else "saved")
-    written = save_run(run, prefix)
+    written = run.save(prefix)
     tell(f"{verb} run {prefix} ({len(written)} files)")
     return written
 

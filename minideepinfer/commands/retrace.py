@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from minideepinfer.commands import options as o
-from minideepinfer.commands.files import read_run, require_output
-from minideepinfer.commands.results import run_file, save_out
+from minideepinfer.commands.files import read_run, require_run_output
+from minideepinfer.commands.results import save_out
 from minideepinfer.commands.screen import show_json, show_table
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def retrace(run: o.RunPath, *, out: o.MaybeOut = None, json: o.Json = False) -> 
     Says so in one sentence, then compares. Exits with 1 when a decision differs.
     """
     if out is not None:
-        require_output("out", run_file(out))
+        require_run_output("out", out)
     first = read_run(run)
     import mdi_analysis
     from mdi_sim.retrace import replay_recorded

@@ -6,7 +6,7 @@ With `--json` standard output holds exactly one JSON document.
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -19,8 +19,9 @@ PROGRESS_UPDATES = 500
 
 
 def tell(message: str) -> None:
-    """Print one line to standard error."""
-    typer.echo(" ".join(message.splitlines()), err=True)
+    """Print one line to standard error, where there is one."""
+    with suppress(OSError):
+        typer.echo(" ".join(message.splitlines()), err=True)
 
 
 def show_table(*tables: "RenderableType") -> None:

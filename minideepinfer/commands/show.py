@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mdi_shared.errors import ConfigError
+from mdi_shared.served import Served
 from minideepinfer.commands import options as o
 from minideepinfer.commands.declare import takes_options
 from minideepinfer.commands.describe import (
@@ -25,7 +26,8 @@ from minideepinfer.commands.describe import (
     slowest_steps,
     step_times,
 )
-from minideepinfer.commands.files import is_run, read_requests, read_run
+from minideepinfer.commands.describing import load_served
+from minideepinfer.commands.files import is_run, read_run
 from minideepinfer.commands.results import ViewOptions, parse_slo, write_views
 from minideepinfer.commands.screen import facts_table, show_json, show_table
 
@@ -63,7 +65,8 @@ def show(options: ShowOptions) -> None:
         if getattr(options, name) is not None:
             raise ConfigError(name, str(getattr(options, name)), f"needs a run; {options.path} is "
                               "none")  # fmt: skip
-    trace = read_requests(options.path, format=options.format, arrivals=options.arrivals)
+    served = Served(trace=str(options.path), format=options.format, arrivals=options.arrivals)
+    trace = load_served(served, 0)
     facts: dict[str, Any] = {
         "path": str(options.path),
         "table": "requests",

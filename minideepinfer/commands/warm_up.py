@@ -7,17 +7,13 @@ from typing import Annotated
 
 import typer
 
-from minideepinfer.commands.executor import (
-    ModelPath,
-    SetOptions,
-    engine_options,
-    require_executor,
-)
+from minideepinfer.commands import options as o
+from minideepinfer.commands.executor import engine_options, require_executor
 from minideepinfer.commands.screen import tell
 
 
 def warm_up(
-    model: ModelPath,
+    model: o.ModelPath,
     *,
     architecture: Annotated[
         str | None,
@@ -27,7 +23,7 @@ def warm_up(
         int | None,
         typer.Option(metavar="N", min=1, help="Compile so many at once; default: all processors."),
     ] = None,
-    set_options: SetOptions = None,
+    set_options: o.Pairs = None,
 ) -> None:
     """Compile all kernels that a model can reach, for images and first starts; loads no weights.
 

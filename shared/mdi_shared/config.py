@@ -4,12 +4,12 @@ Names are the production engine's where it has them (docs/rules.md, R37). Where 
 from it, `docs/design.md` says why.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from math import inf
 from typing import Any
 
-from mdi_shared.errors import ConfigError
+from mdi_shared.errors import ConfigError, Rule, require, require_int, require_rules
 
 UNLIMITED = 2**30
 MOST_SEQS = 65_536  # seats of a rank; each takes memory before the first request comes
@@ -17,6 +17,11 @@ MOST_BLOCKS = 2**24  # two billion tokens at 128 a block; the list of free ones 
 MOST_SLOTS_PER_SEAT = 100.0
 WATERMARK = 0.9  # share of the block pool above which no new prefill is wanted (R7)
 CHUNK_POLICIES = ("token_budget", "cost_target")
+_AT_LEAST = {  # the least value of options that count
+    1: ("max_num_seqs", "max_model_len", "prefill_attempt_interval",
+        "prefill_any_attempt_interval", "block_size", "context_parallel_size"),
+    0: ("lookahead", "num_draft_tokens", "eos_token_id"),
+}  # fmt: skip
 RETIRED = {"balance_target": False}  # options of earlier versions, and the value that was "off"
 
 
@@ -54,66 +59,61 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         _check_types(self)
-        for name in (
-            "max_num_seqs", "max_model_len", "prefill_attempt_interval",
-            "prefill_any_attempt_interval", "block_size", "context_parallel_size",
-        ):  # fmt: skip
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
-        for name in ("lookahead", "num_draft_tokens", "eos_token_id"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "must be at least 0")
-        _require(self.max_num_seqs <= MOST_SEQS, "max_num_seqs", self.max_num_seqs,
-                 f"must be between 1 and {MOST_SEQS:,}")  # fmt: skip
-        _require(2 <= self.num_blocks <= MOST_BLOCKS, "num_blocks", self.num_blocks,
-                 f"must be between 2 (block 0 is reserved) and {MOST_BLOCKS:,}")  # fmt: skip
-        _require(1.0 <= self.state_slot_ratio <= MOST_SLOTS_PER_SEAT, "state_slot_ratio",
-                 self.state_slot_ratio,
-                 f"must be between 1.0 and {MOST_SLOTS_PER_SEAT} slots per seat")  # fmt: skip
-        self._check_budget()
-        self._check_chunk_policy()
+        for least, names in _AT_LEAST.items():
+            for name in names:
+                require_int(name, getattr(self, name), least)
+        for rules in (self._pool_rules(), self._budget_rules(), self._chunk_policy_rules()):
+            require_rules(self, rules)
 
-    def _check_budget(self) -> None:
-        budget, rows = self.max_num_batched_tokens, self.max_num_seqs * (1 + self.num_draft_tokens)
-        if budget is not None:
-            _require(budget >= rows, "max_num_batched_tokens", budget,
-                     f"must be at least max_num_seqs * (1 + num_draft_tokens) = {rows}, "
-                     "the rows of a full decode step")  # fmt: skip
-            _require(budget >= self.cp_align, "max_num_batched_tokens", budget,
-                     f"must be at least 2 * context_parallel_size = {self.cp_align}")  # fmt: skip
-            _require(not self.strict_upstream or budget >= self.block_size,
-                     "max_num_batched_tokens", budget, "the production engine does not start with "
-                     f"less than a block, block_size = {self.block_size}")  # fmt: skip
-            _require(self.chunked_prefill or budget >= self.max_model_len,
-                     "max_num_batched_tokens", budget,
-                     f"without chunked_prefill it must hold a whole prompt, max_model_len = "
-                     f"{self.max_model_len}; raise it, lower max_model_len, or set "
-                     "chunked_prefill = true")  # fmt: skip
-        _require(self.cp_align <= self.token_budget, "context_parallel_size",
-                 self.context_parallel_size, f"must be at most {self.token_budget // 2}: chunks "
-                 "come in multiples of twice as many tokens and must fit into the token budget of "
-                 f"{self.token_budget}")  # fmt: skip
-        _require(self.prefill_max_sum_seqlen_k >= self.prompt_limit, "prefill_max_sum_seqlen_k",
-                 self.prefill_max_sum_seqlen_k,
-                 f"must be at least the longest prompt admitted, {self.prompt_limit}")  # fmt: skip
-        _require(self.block_size >= 1 + self.num_draft_tokens, "block_size", self.block_size,
-                 "must be at least 1 + num_draft_tokens: a step adds one block")  # fmt: skip
+    def _pool_rules(self) -> Iterator[Rule]:
+        yield "max_num_seqs", self.max_num_seqs <= MOST_SEQS, f"must be between 1 and {MOST_SEQS:,}"
+        yield ("num_blocks", 2 <= self.num_blocks <= MOST_BLOCKS,
+               f"must be between 2 (block 0 is reserved) and {MOST_BLOCKS:,}")  # fmt: skip
+        yield ("state_slot_ratio", 1.0 <= self.state_slot_ratio <= MOST_SLOTS_PER_SEAT,
+               f"must be between 1.0 and {MOST_SLOTS_PER_SEAT} slots per seat")  # fmt: skip
 
-    def _check_chunk_policy(self) -> None:
-        _require(self.chunk_policy in CHUNK_POLICIES, "chunk_policy", self.chunk_policy,
-                 f"must be one of {', '.join(CHUNK_POLICIES)}")  # fmt: skip
+    def _budget_rules(self) -> Iterator[Rule]:
+        budget = self.token_budget
+        if self.max_num_batched_tokens is not None:
+            yield from self._given_budget_rules(budget)
+        yield ("context_parallel_size", self.cp_align <= budget, f"must be at most {budget // 2}: "
+               "chunks come in multiples of twice as many tokens and must fit into the token "
+               f"budget of {budget}")  # fmt: skip
+        yield ("prefill_max_sum_seqlen_k", self.prefill_max_sum_seqlen_k >= self.prompt_limit,
+               f"must be at least the longest prompt admitted, {self.prompt_limit}")  # fmt: skip
+        yield ("block_size", self.block_size >= 1 + self.num_draft_tokens,
+               "must be at least 1 + num_draft_tokens: a step adds one block")  # fmt: skip
+
+    def _given_budget_rules(self, budget: int) -> Iterator[Rule]:
+        name, rows = "max_num_batched_tokens", self._full_step_rows
+        yield (name, budget >= rows, f"must be at least max_num_seqs * (1 + num_draft_tokens) = "
+               f"{rows}, the rows of a full decode step")  # fmt: skip
+        yield (name, budget >= self.cp_align,
+               f"must be at least 2 * context_parallel_size = {self.cp_align}")  # fmt: skip
+        yield (name, budget >= self.block_size or not self.strict_upstream, "the production "
+               "engine does not start with less than a block, block_size = "
+               f"{self.block_size}")  # fmt: skip
+        yield (name, budget >= self.max_model_len or self.chunked_prefill, "without "
+               f"chunked_prefill it must hold a whole prompt, max_model_len = {self.max_model_len};"
+               " raise it, lower max_model_len, or set chunked_prefill = true")  # fmt: skip
+
+    def _chunk_policy_rules(self) -> Iterator[Rule]:
+        policies = ", ".join(CHUNK_POLICIES)
+        yield "chunk_policy", self.chunk_policy in CHUNK_POLICIES, f"must be one of {policies}"
         bounds = {name: getattr(self, name) for name in ("prefill_target_ms", "slo_itl_ms")}
         given = {name: bound for name, bound in bounds.items() if bound is not None}
         if self.chunk_policy != "cost_target":
-            for name, bound in given.items():
-                _require(False, name, bound, "is used by chunk_policy = 'cost_target' only")
+            for name in given:
+                yield name, False, "is used by chunk_policy = 'cost_target' only"
             return
-        _require(bool(given), "prefill_target_ms", None, "chunk_policy = 'cost_target' needs a "
-                 "step time above 0 ms, or slo_itl_ms")  # fmt: skip
-        _require(len(given) == 1, "slo_itl_ms", self.slo_itl_ms, "contradicts prefill_target_ms = "
-                 f"{self.prefill_target_ms}: give one of them")  # fmt: skip
+        yield ("prefill_target_ms", bool(given), "chunk_policy = 'cost_target' needs a step time "
+               "above 0 ms, or slo_itl_ms")  # fmt: skip
+        yield ("slo_itl_ms", len(given) == 1, "contradicts prefill_target_ms = "
+               f"{self.prefill_target_ms}: give one of them")  # fmt: skip
         for name, bound in given.items():
-            _require(0 < bound < inf, name, bound, "must be a finite number above 0 ms")
-        _require(self.chunked_prefill, "chunked_prefill", self.chunked_prefill,
-                 "chunk_policy = 'cost_target' splits prompts, so it must be true")  # fmt: skip
+            yield name, 0 < bound < inf, "must be a finite number above 0 ms"
+        yield ("chunked_prefill", self.chunked_prefill,
+               "chunk_policy = 'cost_target' splits prompts, so it must be true")  # fmt: skip
 
     @property
     def cp_align(self) -> int:
@@ -130,10 +130,13 @@ class SchedulerConfig:
         """
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
-        rows = self.max_num_seqs * (1 + self.num_draft_tokens)
-        if self.chunked_prefill and not self.strict_upstream:
-            return max(8_192, rows)
-        return max(self.max_model_len, 4_096, rows)
+        usual = self.chunked_prefill and not self.strict_upstream
+        return max(8_192 if usual else max(self.max_model_len, 4_096), self._full_step_rows)
+
+    @property
+    def _full_step_rows(self) -> int:
+        """Rows of a decode step whose every seat is taken."""
+        return self.max_num_seqs * (1 + self.num_draft_tokens)
 
     @property
     def prompt_limit(self) -> int:
@@ -158,6 +161,11 @@ class SchedulerConfig:
         drafts = self.num_draft_tokens
         return self.max_model_len + 2 * drafts + (drafts + 1 if self.enable_zos else 0)
 
+    @property
+    def least_blocks(self) -> int:
+        """The smallest pool that `require_pool_fits` lets pass."""
+        return -(-self.runtime_max_model_len * 10 // (8 * self.block_size))
+
     def require_pool_fits(self) -> None:
         """Raise `ConfigError` when one request of `max_model_len` could exhaust the pool.
 
@@ -165,14 +173,11 @@ class SchedulerConfig:
         not exceed 80 % of the pool's tokens.
         """
         most = int(0.8 * self.block_size * self.num_blocks)
-        if self.runtime_max_model_len > most:
-            need = -(-self.runtime_max_model_len * 10 // (8 * self.block_size))
-            raise ConfigError(
-                "num_blocks", self.num_blocks,
-                f"the KV pool is too small for one request of max_model_len = "
-                f"{self.max_model_len}: it needs num_blocks >= {need} (more KV memory), or "
-                f"max_model_len <= {most - (self.runtime_max_model_len - self.max_model_len)}",
-            )  # fmt: skip
+        beyond = self.runtime_max_model_len - self.max_model_len
+        require(beyond + self.max_model_len <= most, "num_blocks", self.num_blocks,
+                f"the KV pool is too small for one request of max_model_len = {self.max_model_len}"
+                f": it needs num_blocks >= {self.least_blocks} (more KV memory), or max_model_len "
+                f"<= {most - beyond}")  # fmt: skip
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> "SchedulerConfig":
@@ -190,17 +195,11 @@ class SchedulerConfig:
         return cls(**{name: options[name] for name in options if name not in RETIRED})
 
 
-def _require(holds: bool, field: str, value: object, allowed: str) -> None:
-    if not holds:
-        raise ConfigError(field, value, allowed)
-
-
 def _check_types(config: SchedulerConfig) -> None:
     """An int option takes no bool, string or fraction; a bool option takes no int."""
     for field in fields(config):
-        value = getattr(config, field.name)
-        declared = field.type
+        value, declared = getattr(config, field.name), field.type
         kinds = (declared.__name__ if isinstance(declared, type) else str(declared)).split(" | ")
         name = type(value).__name__ if value is not None else "None"
         ok = name in kinds or (name == "int" and "float" in kinds)
-        _require(ok, field.name, value, f"must be {' or '.join(kinds)}")
+        require(ok, field.name, value, f"must be {' or '.join(kinds)}")

@@ -4,23 +4,23 @@ Three different orders meet here (docs/rules.md, R17): the shortest output is se
 first, the longest output is the victim, and the batch is laid out by falling length.
 """
 
+from dataclasses import dataclass, field
+
 from mdi_shared.plan import Ending
 from mdi_shared.queues import Queues
 from mdi_shared.request import Sequence
 from mdi_shared.upstream_order import sort_descending
 
 
+@dataclass(slots=True, eq=False)
 class DecodeBatch:
     """The step being assembled. `new_blocks` holds only sequences that took a block."""
 
-    __slots__ = ("batch", "finished", "ignored", "new_blocks", "preempted")
-
-    def __init__(self) -> None:
-        self.batch: list[Sequence] = []
-        self.finished: list[Sequence] = []
-        self.ignored: list[Ending] = []
-        self.preempted: list[int] = []
-        self.new_blocks: dict[int, tuple[int, ...]] = {}
+    finished: list[Sequence]
+    ignored: list[Ending]
+    batch: list[Sequence] = field(default_factory=list)
+    preempted: list[int] = field(default_factory=list)
+    new_blocks: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 def _by_output(seq: Sequence) -> tuple[int, int]:
@@ -53,9 +53,7 @@ class DecodeSelection:
     def select(self) -> DecodeBatch:
         """Choose the batch, give it blocks and preempt where there are too few."""
         queues = self.queues
-        out = DecodeBatch()
-        out.finished = queues.take_dead_running()
-        out.ignored = queues.drop_all_dead()
+        out = DecodeBatch(queues.take_dead_running(), queues.drop_all_dead())
         if queues.config.strict_upstream:
             self._select_strict(out)
         else:

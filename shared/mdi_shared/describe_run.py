@@ -20,7 +20,7 @@ from mdi_shared.cost.predicted import PredictedCost
 from mdi_shared.cost.roofline import RooflineCost
 from mdi_shared.cost.shape import V41_FLASH, ModelShape, shape_by_name, shape_from_mapping
 from mdi_shared.cost.step_cost import StepCost
-from mdi_shared.errors import ConfigError
+from mdi_shared.errors import ConfigError, is_number, require, require_int
 from mdi_shared.placement import Placement
 from mdi_shared.run_description import RunDescription
 from mdi_shared.served import Served
@@ -51,7 +51,7 @@ class RunOptions(TypedDict, total=False):
 
 
 OPTIONS = tuple(RunOptions.__annotations__)
-MEMORY_OPTIONS = {"kv_cache_memory_gb", "gpu_memory_utilization"}
+MEMORY_OPTIONS = ("kv_cache_memory_gb", "gpu_memory_utilization")
 _AS_THEY_ARE = ("policy", "placement", "seed", "draft_accept_rate", "until_s", "served")
 
 
@@ -67,8 +67,7 @@ def describe_run(
     """
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():
-        if name not in OPTIONS:
-            raise ConfigError(name, value, f"unknown option; known: {', '.join(OPTIONS)}")
+        require(name in OPTIONS, name, value, f"unknown option; known: {', '.join(OPTIONS)}")
     plain: dict[str, Any] = {name: given[name] for name in _AS_THEY_ARE if name in given}
     if base is not None:
         if not given.keys() - plain.keys():
@@ -90,7 +89,7 @@ def _over(base: RunDescription, given: Mapping[str, Any]) -> dict[str, Any]:
     changed = given.get("scheduler")
     if isinstance(changed, Mapping):
         kept["scheduler"] = {**asdict(base.scheduler), **changed}
-        if given.keys() & MEMORY_OPTIONS and "num_blocks" not in changed:
+        if given.keys() & set(MEMORY_OPTIONS) and "num_blocks" not in changed:
             del kept["scheduler"]["num_blocks"]
         given = {**given, "scheduler": kept["scheduler"]}
     return {**{name: value for name, value in kept.items() if value is not None}, **given}
@@ -104,30 +103,24 @@ class _Choices:
         self.assumed: list[str] = []
         cost = given.get("cost")
         for name in ("hardware", "ep"):
-            if cost is not None and name in given:
-                raise ConfigError(name, given[name], "belongs to the roofline, which a cost "
-                                  "replaces")  # fmt: skip
+            require(cost is None or name not in given, name, given.get(name),
+                    "belongs to the roofline, which a cost replaces")  # fmt: skip
         self.cost: StepCost | None = read_cost_file(cost) if isinstance(cost, str | Path) else cost
         self.shape = self._shape()
         self.hardware = self._hardware()
+        # The scheduler's options, with the largest KV pool until its size is chosen.
+        options = given.get("scheduler", {})
+        self.config: SchedulerConfig = options if isinstance(options, SchedulerConfig) else (
+            SchedulerConfig.from_mapping({"num_blocks": MOST_BLOCKS, **options}))  # fmt: skip
 
     def describe(self, plain: Mapping[str, Any]) -> RunDescription:
         """Choose ranks, cost and KV pool, which follow from each other in this order."""
-        options = self.given.get("scheduler")
-        probe = options
-        if not isinstance(options, SchedulerConfig):
-            options = dict(options or {})
-            probe = SchedulerConfig.from_mapping({"num_blocks": MOST_BLOCKS, **options})
-        assert isinstance(probe, SchedulerConfig), "made above"
-        ranks = self.given.get("ranks") if "ranks" in self.given else self._ranks(probe)
-        if type(ranks) is not int or ranks < 1:
-            raise ConfigError("ranks", ranks, "must be at least 1")
+        ranks = self.given["ranks"] if "ranks" in self.given else self._ranks()
+        require_int("ranks", ranks, 1)
         cost = self._cost(ranks)
-        ep = getattr(cost, "ep", ranks)
-        scheduler = self._scheduler(options, probe, ep)
         return RunDescription(
-            scheduler=scheduler, cost=cost, shape=self.shape, ranks=ranks,
-            assumed=tuple(self.assumed), **plain,
+            scheduler=replace(self.config, num_blocks=self._pool(getattr(cost, "ep", ranks))),
+            cost=cost, shape=self.shape, ranks=ranks, assumed=tuple(self.assumed), **plain,
         )  # fmt: skip
 
     # ---- one choice each -----------------------------------------------------------------------
@@ -136,36 +129,33 @@ class _Choices:
         named, cost = self.given.get("shape"), self.cost
         shape = shape_by_name(named) if isinstance(named, str) else named
         if isinstance(cost, PredictedCost):
-            if shape is not None and shape != cost.shape:
-                raise ConfigError("model", shape.name, f"step times were predicted for "
-                                  f"{cost.shape.name}: see mdi transfer --model")  # fmt: skip
+            require(shape in (None, cost.shape), "model", shape and shape.name, "step times were "
+                    f"predicted for {cost.shape.name}: see mdi transfer --model")  # fmt: skip
             return cost.shape
-        if shape is None and isinstance(cost, LinearCost) and cost.fit.get("shape"):
+        if shape is not None:
+            return shape
+        if isinstance(cost, LinearCost) and cost.fit.get("shape"):
             return shape_from_mapping(cost.fit["shape"])
-        if shape is None and isinstance(cost, RooflineCost):
-            return cost.shape
-        return V41_FLASH if shape is None else shape
+        return cost.shape if isinstance(cost, RooflineCost) else V41_FLASH
 
     def _hardware(self) -> Hardware | None:
         """Return what the run is on; None where the cost does not say."""
-        named = self.given.get("hardware")
-        if named is not None:
-            return named if isinstance(named, Hardware) else hardware_by_name(named)
-        if self.cost is None:
-            return H200
+        named = self.given.get("hardware", H200 if self.cost is None else None)
+        if isinstance(named, str):
+            return hardware_by_name(named)
         if isinstance(self.cost, LinearCost):
             return hardware_in(str(self.cost.fit.get("hardware")))
-        own = getattr(self.cost, "hardware", None)
-        return own if isinstance(own, Hardware) else None
+        found = named or getattr(self.cost, "hardware", None)
+        return found if isinstance(found, Hardware) else None
 
-    def _ranks(self, probe: SchedulerConfig) -> int:
+    def _ranks(self) -> int:
         """Return the fewest ranks that hold the model and its least KV pool."""
         hardware = self.hardware
         ep = self.given.get("ep", getattr(self.cost, "ep", None))
         if hardware is None or ep is not None:
             return 1
         for ranks in expert_splits(self.shape):
-            if self._blocks(probe, hardware, ranks) >= _least_blocks(probe):
+            if self._blocks(hardware, ranks) >= self.config.least_blocks:
                 fewest = f"{ranks} rank{'s' if ranks > 1 else ''}, the fewest"
                 self.assumed.append(f"{fewest} {hardware.name} that hold {self.shape.name}")
                 return ranks
@@ -178,68 +168,56 @@ class _Choices:
         if cost is None:
             assert self.hardware is not None, "a roofline has hardware"
             ep = self.given.get("ep", ranks)
-            if type(ep) is not int or ep < 1:
-                raise ConfigError("ep", ep, "must be at least 1")
+            require_int("ep", ep, 1)
             return RooflineCost(self.hardware, shape, ep=ep)
         if not isinstance(cost, LinearCost) or ranks < 2 or cost.group is not None:
             return cost
-        if shape.n_routed_experts % ranks:
-            raise ConfigError("ranks", ranks, f"must divide the {shape.n_routed_experts} routed "
-                              f"experts of {shape.name}, which ranks share")  # fmt: skip
+        experts = shape.n_routed_experts
+        require(experts % ranks == 0, "ranks", ranks, f"must divide the {experts} routed experts "
+                f"of {shape.name}, which ranks share")  # fmt: skip
         if self.hardware is None:
             return cost
         return replace(cost, group=assumed_group_cost(self.hardware, shape, ranks))
 
-    def _scheduler(
-        self, options: SchedulerConfig | dict[str, Any], probe: SchedulerConfig, ep: int
-    ) -> SchedulerConfig:
-        """Return the scheduler's options with a KV pool of the size asked for, or what fits."""
-        pool_gb, share = (
-            self.given.get(n) for n in ("kv_cache_memory_gb", "gpu_memory_utilization")
-        )
-        known = isinstance(options, SchedulerConfig)
-        if isinstance(options, dict) and "num_blocks" in options:
-            for name in ("kv_cache_memory_gb", "gpu_memory_utilization"):
-                if name in self.given:
-                    raise ConfigError(name, self.given[name], "contradicts num_blocks = "
-                                      f"{options['num_blocks']}: give one of them")  # fmt: skip
-            return probe
-        if pool_gb is not None and share is not None:
-            raise ConfigError("gpu_memory_utilization", share,
-                              "contradicts kv_cache_memory_gb; give one of them")  # fmt: skip
+    def _pool(self, ep: int) -> int:
+        """Return the KV blocks of a rank: those given, those asked for in bytes, or what fits."""
+        pool_gb, share = [self.given.get(name) for name in MEMORY_OPTIONS]
+        options, config = self.given.get("scheduler", {}), self.config
+        if isinstance(options, Mapping) and "num_blocks" in options:
+            for name in MEMORY_OPTIONS:
+                require(name not in self.given, name, self.given.get(name), "contradicts "
+                        f"num_blocks = {config.num_blocks}: give one of them")  # fmt: skip
+            return config.num_blocks
+        require(pool_gb is None or share is None, "gpu_memory_utilization", share,
+                "contradicts kv_cache_memory_gb; give one of them")  # fmt: skip
         if pool_gb is not None:
-            return replace(probe, num_blocks=_blocks_of(pool_gb, self.shape, probe))
-        if known and share is None:
-            return probe
-        blocks = 0 if self.hardware is None else self._blocks(probe, self.hardware, ep)
-        if blocks < _least_blocks(probe):  # as if it fitted: `run_notes.py` tells
-            return replace(probe, num_blocks=SchedulerConfig().num_blocks)
+            return _blocks_of(pool_gb, self.shape, config)
+        if isinstance(options, SchedulerConfig) and share is None:
+            return config.num_blocks
+        blocks = 0 if self.hardware is None else self._blocks(self.hardware, ep)
+        if blocks < config.least_blocks:  # as if it fitted: `run_notes.py` tells
+            return SchedulerConfig().num_blocks
         self.assumed.append(f"{blocks:,} KV blocks a rank, as many as fit and can be used")
-        return replace(probe, num_blocks=blocks)
+        return blocks
 
-    def _blocks(self, probe: SchedulerConfig, hardware: Hardware, ep: int) -> int:
+    def _blocks(self, hardware: Hardware, ep: int) -> int:
         """Return the KV blocks that fit beside weights and state, at most what seats can fill."""
         share = self.given.get("gpu_memory_utilization", DEFAULT_UTILIZATION)
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise ConfigError("gpu_memory_utilization", share, "must be above 0 and at most 1")
-        shape, size = self.shape, probe.block_size
-        room = room_bytes(hardware, shape, ep, share) - probe.num_slots * shape.state_bytes_per_slot
-        useful = (probe.max_num_seqs + 1) * -(-probe.runtime_max_model_len // size) + 1
+        require(is_number(share) and 0 < share <= 1, "gpu_memory_utilization", share,
+                "must be above 0 and at most 1")  # fmt: skip
+        config, shape, size = self.config, self.shape, self.config.block_size
+        state = config.num_slots * shape.state_bytes_per_slot
+        room = room_bytes(hardware, shape, ep, share) - state
+        useful = (config.max_num_seqs + 1) * -(-config.runtime_max_model_len // size) + 1
         return min(int(room // shape.kv_bytes_per_block(size)), useful, MOST_BLOCKS)
 
 
-def _least_blocks(config: SchedulerConfig) -> int:
-    """Return the smallest pool that `SchedulerConfig.require_pool_fits` lets pass."""
-    return -(-config.runtime_max_model_len * 10 // (8 * config.block_size))
-
-
-def _blocks_of(pool_gb: float, shape: ModelShape, probe: SchedulerConfig) -> int:
+def _blocks_of(pool_gb: float, shape: ModelShape, config: SchedulerConfig) -> int:
     """Return how many KV blocks take `pool_gb`, 10^9 bytes."""
-    if isinstance(pool_gb, bool) or not isinstance(pool_gb, int | float) or not 0 < pool_gb < 1e9:
-        raise ConfigError("kv_cache_memory_gb", pool_gb, "must be a finite number above 0")
-    block_bytes = shape.kv_bytes_per_block(probe.block_size)
+    require(is_number(pool_gb) and 0 < pool_gb < 1e9, "kv_cache_memory_gb", pool_gb,
+            "must be a finite number above 0")  # fmt: skip
+    block_bytes = shape.kv_bytes_per_block(config.block_size)
     num_blocks = int(pool_gb * GB // block_bytes)
-    if num_blocks < 2:
-        raise ConfigError("kv_cache_memory_gb", pool_gb, "must hold at least 2 blocks of "
-                          f"{block_bytes:,} bytes")  # fmt: skip
+    require(num_blocks >= 2, "kv_cache_memory_gb", pool_gb,
+            f"must hold at least 2 blocks of {block_bytes:,} bytes")  # fmt: skip
     return num_blocks

@@ -5,7 +5,10 @@ prints it as it is. An error's `args` are those of its constructor, so that it s
 rebuilt in another process or by an event loop.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeGuard
+
+Rule = tuple[str, bool, str]  # a field, whether its value is allowed, and what is allowed
 
 
 class MiniDeepInferError(Exception):
@@ -34,6 +37,28 @@ class ConfigError(MiniDeepInferError):
         return f"{self.field} = {self.value!r}: {self.allowed}"
 
 
+def require(holds: bool, field: str, value: object, allowed: str) -> None:
+    """Raise `ConfigError` unless `holds`."""
+    if not holds:
+        raise ConfigError(field, value, allowed)
+
+
+def require_int(field: str, value: object, least: int) -> None:
+    """Raise `ConfigError` unless `value` is an int, no bool, of at least `least`."""
+    require(type(value) is int and value >= least, field, value, f"must be at least {least}")
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Say whether `value` is an int or a float; a bool is neither."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def require_rules(owner: object, rules: Iterable[Rule]) -> None:
+    """Raise `ConfigError` for the first of `owner`'s fields whose rule does not hold."""
+    for field, holds, allowed in rules:
+        require(holds, field, getattr(owner, field), allowed)
+
+
 class TraceError(MiniDeepInferError):
     """A trace file cannot be used; the message names file, row and column where they are known."""
 
@@ -51,6 +76,19 @@ class TraceError(MiniDeepInferError):
         row = f", row {self.row}" if self.row is not None else ""
         column = f", column {self.column!r}" if self.column is not None else ""
         return f"{self.file}{row}{column}: {self.problem}"
+
+
+class SaveError(MiniDeepInferError):
+    """A file cannot be written; what was there before is as it was."""
+
+    def __init__(self, file: str, problem: str) -> None:
+        super().__init__(file, problem)
+        self.file = file
+        self.problem = problem
+
+    @property
+    def message(self) -> str:
+        return f"{self.file}: {self.problem}"
 
 
 class DeadlockError(MiniDeepInferError):

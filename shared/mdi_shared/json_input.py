@@ -9,13 +9,13 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from mdi_shared.errors import ConfigError
+from mdi_shared.errors import ConfigError, is_number, require
 
 
 def require_number(name: str, value: object) -> None:
     """Raise `ConfigError` unless `value` is a finite number of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
-        raise ConfigError(name, value, "must be a finite number of at least 0")
+    require(is_number(value) and 0 <= value < inf, name, value,
+            "must be a finite number of at least 0")  # fmt: skip
 
 
 def require_mapping(where: str, data: object) -> dict[str, Any]:

@@ -4,6 +4,8 @@ Admission is strictly first come, first served: the first sequence that cannot b
 the search. At most one prompt is left partial, and it is the last of the step.
 """
 
+from dataclasses import dataclass, field
+
 from mdi_shared.blocks import Fit
 from mdi_shared.chunking import ChunkPolicy
 from mdi_shared.cost.work import PromptRow
@@ -13,19 +15,17 @@ from mdi_shared.queues import Queues
 from mdi_shared.request import Sequence, State
 
 
+@dataclass(slots=True, eq=False)
 class PrefillBatch:
     """The step being assembled, with the room that is left."""
 
-    __slots__ = ("ignored", "is_partial", "k_room", "new_blocks", "picked", "rows", "used_tokens")
-
-    def __init__(self, k_room: int) -> None:
-        self.picked: list[Sequence] = []
-        self.rows: list[PromptRow] = []  # of each picked one: q, k and full length
-        self.new_blocks: list[tuple[int, ...]] = []
-        self.is_partial = False  # the last one's prompt goes on after this step
-        self.ignored: list[Ending] = []
-        self.used_tokens = 0  # padded for context parallelism
-        self.k_room = k_room  # sum of full lengths still allowed
+    k_room: int  # sum of full lengths still allowed
+    picked: list[Sequence] = field(default_factory=list)
+    rows: list[PromptRow] = field(default_factory=list)  # of each picked: q, k and full length
+    new_blocks: list[tuple[int, ...]] = field(default_factory=list)
+    is_partial: bool = False  # the last one's prompt goes on after this step
+    ignored: list[Ending] = field(default_factory=list)
+    used_tokens: int = 0  # padded for context parallelism
 
 
 class PrefillSelection:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
 
-from mdi_shared.errors import ConfigError
+from mdi_shared.errors import ConfigError, require
 
 
 class State(IntEnum):
@@ -63,10 +63,8 @@ class Request:
     chunk_checkpoints: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.prompt_len < 1:
-            raise ConfigError("prompt_len", self.prompt_len, "must be at least 1 token")
-        if self.max_tokens < 1:
-            raise ConfigError("max_tokens", self.max_tokens, "must be at least 1 token")
+        require(self.prompt_len >= 1, "prompt_len", self.prompt_len, "must be at least 1 token")
+        require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "must be at least 1 token")
         if not 0 <= self.cached_len < self.prompt_len:
             raise ConfigError("cached_len", self.cached_len,
                               f"must be between 0 and prompt_len - 1 = {self.prompt_len - 1}: "

@@ -7,7 +7,7 @@ Read next: `config.py` (the scheduler's options), `served.py` (the requests), `d
 """
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -16,7 +16,7 @@ from mdi_shared.config import SchedulerConfig
 from mdi_shared.cost.described import cost_from_description, require_step_cost
 from mdi_shared.cost.shape import V41_FLASH, ModelShape, shape_from_mapping
 from mdi_shared.cost.step_cost import StepCost
-from mdi_shared.errors import ConfigError
+from mdi_shared.errors import ConfigError, Rule, require_int, require_rules
 from mdi_shared.json_input import require_mapping, require_object
 from mdi_shared.placement import Placement, placement_by_name
 from mdi_shared.served import Served
@@ -50,22 +50,19 @@ class RunDescription:
     assumed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, least in (("ranks", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ConfigError(name, value, f"must be at least {least}")
-        if self.policy not in POLICIES:
-            raise ConfigError("policy", self.policy, f"must be one of {', '.join(POLICIES)}")
+        require_int("ranks", self.ranks, 1)
+        require_int("seed", self.seed, 0)
+        require_rules(self, self._rules())
         if isinstance(self.placement, str):
             placement_by_name(self.placement)
-        if not 0 <= self.draft_accept_rate <= 1:
-            raise ConfigError("draft_accept_rate", self.draft_accept_rate,
-                              "must be between 0 and 1")  # fmt: skip
-        if self.until_s is not None and not 0 < self.until_s < LONGEST_RUN_S:
-            raise ConfigError("until_s", self.until_s,
-                              f"must be above 0 and below {LONGEST_RUN_S:g} s")  # fmt: skip
         if self.cost is not None:
             require_step_cost(self.cost, self.shape)
+
+    def _rules(self) -> Iterator[Rule]:
+        yield "policy", self.policy in POLICIES, f"must be one of {', '.join(POLICIES)}"
+        yield "draft_accept_rate", 0 <= self.draft_accept_rate <= 1, "must be between 0 and 1"
+        yield ("until_s", self.until_s is None or 0 < self.until_s < LONGEST_RUN_S,
+               f"must be above 0 and below {LONGEST_RUN_S:g} s")  # fmt: skip
 
     @property
     def step_cost(self) -> StepCost:

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, fields
 from math import inf
 from typing import Any
 
-from mdi_shared.errors import ConfigError
+from mdi_shared.errors import ConfigError, require, require_int
 
-OF_WORKLOAD = ("requests", "rate")
+OF_WORKLOAD = ("requests",)
 OF_TRACE = ("format", "limit", "sort")
 DEFAULT_REQUESTS = 1_000
 
@@ -21,9 +21,9 @@ DEFAULT_REQUESTS = 1_000
 class Served:
     """The requests of a run; None is "as they are". Without trace and workload: given as data.
 
-    `requests`, `rate` (per second) and `arrivals` belong to a workload, `format`, `limit` (rows)
-    and `sort` to a trace, which takes `arrivals` when it has no times of its own. `closed_loop`
-    False drops think times. `speed` divides all times; prompts and outputs are cut to `max_prompt`
+    `requests` belong to a workload, `format`, `limit` (rows) and `sort` to a trace. `rate` (per
+    second) and `arrivals` replace a preset's times, or a trace's own. `closed_loop` False drops
+    think times. `speed` divides all times; prompts and outputs are cut to `max_prompt`
     and `max_output` tokens. Raises `ConfigError` for values out of range and those that contradict
     each other.
     """
@@ -42,26 +42,22 @@ class Served:
     max_output: int | None = None
 
     def __post_init__(self) -> None:
+        given = self.to_json()
         for name in ("requests", "limit", "max_prompt", "max_output"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(name, value, "must be at least 1")
+            require_int(name, given.get(name, 1), 1)
         for name in ("rate", "speed"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < inf:
-                raise ConfigError(name, value, "must be a finite number above 0")
-        if self.trace is not None and self.workload is not None:
-            raise ConfigError("workload", self.workload, f"contradicts the trace {self.trace}: "
-                              "give one of them")  # fmt: skip
-        if self.trace is not None:
-            self._refuse(OF_WORKLOAD, "belongs to a workload; a trace takes limit, speed, arrivals")
-        if self.workload is not None:
-            self._refuse(OF_TRACE, "belongs to a trace file, not to a workload")
-
-    def _refuse(self, names: tuple[str, ...], why: str) -> None:
-        for name in names:
-            if getattr(self, name) is not None:
-                raise ConfigError(name, getattr(self, name), why)
+            holds = 0 < given.get(name, 1) < inf
+            require(holds, name, given.get(name), "must be a finite number above 0")
+        require(self.trace is None or self.workload is None, "workload", self.workload,
+                f"contradicts the trace {self.trace}: give one of them")  # fmt: skip
+        require(self.rate is None or self.arrivals is None, "rate", self.rate,
+                f"contradicts arrivals = {self.arrivals}: give one of them")  # fmt: skip
+        for source, others, why in (
+            ("trace", OF_WORKLOAD, "belongs to a workload; a trace takes limit"),
+            ("workload", OF_TRACE, "belongs to a trace file, not to a workload"),
+        ):
+            for name in others if source in given else ():
+                require(name not in given, name, given.get(name), why)
 
     def to_json(self) -> dict[str, Any]:
         """Return what was given; `from_json` inverts it."""

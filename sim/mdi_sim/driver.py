@@ -34,6 +34,8 @@ from mdi_sim.outcomes import Outcomes
 from mdi_sim.source import Source
 from mdi_traces.recorder import RankRecorder
 
+NEVER = 2**63 - 1  # ns, the last time that a trace can hold
+
 
 class TimeIsUp(Exception):
     """Ends a run at its time limit, out of whichever rank reaches it first."""
@@ -44,7 +46,7 @@ class RankDriver:
     """One data-parallel rank of a simulated run.
 
     `request_of` builds the request of a trace row and says where its model stops it early. The run
-    ends at `until_ns`, if given. `fast_forward` takes steps of one batch in one go; it changes no
+    ends at `until_ns`. `fast_forward` takes steps of one batch in one go; it changes no
     result. `on_progress` is told how many requests have ended.
     """
 
@@ -57,7 +59,7 @@ class RankDriver:
     request_of: Callable[[int], tuple[Request, int | None]]
     shape: ModelShape
     cost: StepCost
-    until_ns: int | None = None
+    until_ns: int = NEVER
     fast_forward: bool = True
     on_progress: Callable[[int], None] | None = None
 
@@ -110,7 +112,8 @@ class RankDriver:
     def _poll(self) -> News:
         self.poll_ns, self.wait_ns = self.now, 0
         self._due_waiting.clear()
-        self._check_time(self.now)
+        if self.now >= self.until_ns:
+            raise TimeIsUp
         arrivals = []
         for row in self.source.take(self.now):
             request, stop = self.request_of(row)
@@ -121,19 +124,12 @@ class RankDriver:
         self.ingress_ns = self.cost.host.ingress(sum(new.prompt_len for new in arrivals))
         return News(tuple(arrivals))
 
-    def _check_time(self, now_ns: int) -> None:
-        if self.until_ns is not None and now_ns >= self.until_ns:
-            raise TimeIsUp
-
     def _await_arrival(self) -> Generator[simpy.Event, None, bool]:
         """Sleep with the whole group; what wakes one rank wakes all."""
         wake = yield from self.group.next_arrival(self.source.next_ns())
-        if wake is None:
-            return False
-        if self.until_ns is not None:
-            wake = min(wake, self.until_ns)
-        yield from self._sleep_until(wake)
-        return True
+        if wake is not None:
+            yield from self._sleep_until(min(wake, self.until_ns))
+        return wake is not None
 
     def _launch(self, effect: Launch) -> Generator[simpy.Event, None, int]:
         plan = effect.plan
@@ -174,10 +170,6 @@ class RankDriver:
 
     # ---- steps ---------------------------------------------------------------------------------
 
-    def _is_nothing(self, plan: StepPlan) -> bool:
-        """A step without rows: only in a group does it run a placeholder, for the others' sake."""
-        return not plan.seq_ids and self.group.size == 1
-
     def _host_times(self, plan: StepPlan) -> tuple[int, int, int]:
         """Return what planning, launching and processing a step take, ns."""
         return self.cost.host.of_step(
@@ -187,7 +179,9 @@ class RankDriver:
     def _launch_one(
         self, plan: StepPlan, work: StepWork, planned_ns: int, launched_ns: int, repeat: int = 0
     ) -> None:
-        device_ns = 0 if self._is_nothing(plan) else self.cost.device_ns(work)
+        # Without rows a rank runs a placeholder, but only in a group: for the others' sake.
+        is_nothing = not plan.seq_ids and self.group.size == 1
+        device_ns = 0 if is_nothing else self.cost.device_ns(work)
         queued_ns = launched_ns + self.cost.host.queue(plan.prompt_tokens)
         step = self.group.launch(self.rank, launched_ns, device_ns, work, queued_ns)
         self._in_flight.append((plan, step))
@@ -221,7 +215,7 @@ class RankDriver:
             due = self.source.count_due(done)
             # Where taking arrivals in takes time, each look at the world must be a real one.
             is_news = due and (taken >= effect.repeats or self.cost.host.ingress_ns_per_token)
-            if is_news or (self.until_ns is not None and done >= self.until_ns):
+            if is_news or done >= self.until_ns:
                 break
             self._due_waiting.append(due)
             self._in_flight.popleft()

@@ -1,6 +1,8 @@
 """What simulated data-parallel ranks do together: vote, and run each step as one group."""
 
+from collections import deque
 from collections.abc import Generator
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import simpy
@@ -35,19 +37,17 @@ class Barrier(Generic[Value]):
         return (yield full)
 
 
+@dataclass(slots=True, eq=False)
 class DeviceStep:
     """One step of the group on its devices; times are known once all ranks have launched it."""
 
-    __slots__ = ("device_ns", "end_ns", "known", "queued_ns", "ready_ns", "start_ns", "works")
-
-    def __init__(self, known: simpy.Event) -> None:
-        self.known = known
-        self.ready_ns: list[int] = []
-        self.device_ns: list[int] = []
-        self.queued_ns = 0
-        self.works: list[StepWork] = []
-        self.start_ns = -1
-        self.end_ns = -1
+    known: simpy.Event
+    device_ns: list[int] = field(default_factory=list)  # by rank, in the order of launches
+    works: list[StepWork] = field(default_factory=list)
+    ready_ns: int = 0  # when the last rank was ready to start it
+    queued_ns: int = 0
+    start_ns: int = -1
+    end_ns: int = -1
 
 
 class Group:
@@ -58,16 +58,14 @@ class Group:
     (R34). A group of one exchanges nothing.
     """
 
-    def __init__(
-        self, env: simpy.Environment, size: int, cost: GroupCost | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, env: simpy.Environment, size: int, cost: GroupCost | None = None) -> None:
         self.env = env
         self.size = size
         self.cost = cost if size > 1 else None
         self._votes: Barrier[Ballot] = Barrier(env, size)
         self._arrivals: Barrier[int | None] = Barrier(env, size)
-        self._steps: list[DeviceStep] = []
-        self._joined = [0] * size  # steps launched so far, per rank
+        self._open: deque[DeviceStep] = deque()  # oldest first: steps that not all have launched
+        self._launched = [0] * size  # of them, per rank
         self._device_free_ns = 0
 
     def vote(self, ballot: Ballot) -> Generator[simpy.Event, list[Any], bool]:
@@ -91,31 +89,25 @@ class Group:
 
         It cannot end before `queued_ns`, when its host has given it all of its work.
         """
-        index = self._joined[rank]
-        self._joined[rank] += 1
-        first = min(self._joined)
-        if index >= len(self._steps):
-            self._steps.append(DeviceStep(self.env.event()))
-        step = self._steps[index]
-        step.ready_ns.append(ready_ns)
+        index = self._launched[rank]
+        self._launched[rank] += 1
+        if index == len(self._open):
+            self._open.append(DeviceStep(self.env.event()))
+        step = self._open[index]
         step.device_ns.append(device_ns)
-        step.queued_ns = max(step.queued_ns, queued_ns)
         step.works.append(work)
-        if len(step.ready_ns) == self.size:
-            step.start_ns = max(self._device_free_ns, *step.ready_ns)
+        step.ready_ns = max(step.ready_ns, ready_ns)
+        step.queued_ns = max(step.queued_ns, queued_ns)
+        if len(step.works) == self.size:  # then it is the oldest
+            step.start_ns = max(self._device_free_ns, step.ready_ns)
             step.end_ns = max(step.start_ns + self._device_ns(step), step.queued_ns)
             self._device_free_ns = step.end_ns
             step.known.succeed()
-        self._forget(first)
+            self._open.popleft()
+            self._launched = [count - 1 for count in self._launched]
         return step
 
     def _device_ns(self, step: DeviceStep) -> int:
         if self.cost is None:
             return group_device_ns(step.device_ns)
         return self.cost.device_ns(step.device_ns, step.works)
-
-    def _forget(self, joined_by_all: int) -> None:
-        """Drop steps every rank has entered, so that a long run needs no memory for them."""
-        if joined_by_all > 1_000:
-            del self._steps[:joined_by_all]
-            self._joined = [count - joined_by_all for count in self._joined]

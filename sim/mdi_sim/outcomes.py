@@ -5,6 +5,8 @@ ended before its `max_tokens`. Draft acceptance is drawn per (seed, request, out
 does not depend on what else is in the batch.
 """
 
+from dataclasses import dataclass, field
+
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.plan import StepItem, StepPlan, StepResult
 
@@ -22,6 +24,7 @@ def _uniform(*keys: int) -> float:
     return (z >> 11) * 2.0**-53
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Outcomes:
     """Results of one rank's steps.
 
@@ -30,20 +33,20 @@ class Outcomes:
     the newest step was processed; the driver keeps it up to date while `needs_lengths`.
     """
 
-    __slots__ = ("_accept_rate", "_drafting", "_eos", "_plain", "_seed", "output_lens", "stops")
-
-    def __init__(self, *, config: SchedulerConfig, seed: int, accept_rate: float) -> None:
-        self.stops: dict[int, int] = {}
-        self.output_lens: dict[int, int] = {}
-        self._eos = config.eos_token_id
-        self._plain = 0 if config.eos_token_id != 0 else 1
-        self._drafting = config.num_draft_tokens > 0
-        self._seed = seed
-        self._accept_rate = accept_rate
+    config: SchedulerConfig
+    seed: int
+    accept_rate: float
+    stops: dict[int, int] = field(default_factory=dict)
+    output_lens: dict[int, int] = field(default_factory=dict)
 
     @property
     def needs_lengths(self) -> bool:
-        return self._drafting or bool(self.stops)
+        return bool(self.stops) or self.config.num_draft_tokens > 0
+
+    @property
+    def _plain(self) -> int:
+        """Any token that is not the end of a sequence."""
+        return 0 if self.config.eos_token_id != 0 else 1
 
     def result(self, plan: StepPlan) -> StepResult:
         """Make the result of `plan`, or of any of its repetitions."""
@@ -67,12 +70,12 @@ class Outcomes:
         tokens = [self._plain] * count
         stop = self.stops.get(item.seq_id)
         if stop is not None and done < stop <= done + count:
-            tokens[stop - done - 1] = self._eos
+            tokens[stop - done - 1] = self.config.eos_token_id
         return tuple(tokens)
 
     def _accepted(self, item: StepItem, done: int) -> int:
         """Count accepted drafts: each survives with the same chance if all before it did."""
         for draft in range(item.q - 1):
-            if _uniform(self._seed, item.seq_id, done, draft) >= self._accept_rate:
+            if _uniform(self.seed, item.seq_id, done, draft) >= self.accept_rate:
                 return draft
         return item.q - 1

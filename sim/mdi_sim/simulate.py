@@ -16,7 +16,7 @@ from mdi_shared.cost.step_cost import StepCost
 from mdi_shared.describe_run import RunOptions, describe_run
 from mdi_shared.run_description import RunDescription
 from mdi_shared.scheduler import Scheduler
-from mdi_sim.driver import RankDriver, TimeIsUp
+from mdi_sim.driver import NEVER, RankDriver, TimeIsUp
 from mdi_sim.group import Group
 from mdi_sim.outcomes import Outcomes
 from mdi_sim.source import make_sources
@@ -24,7 +24,7 @@ from mdi_sim.workload import Workload
 from mdi_traces.recorder import RankRecorder
 from mdi_traces.requests import RequestTrace
 from mdi_traces.run import Run
-from mdi_traces.schema import Metadata
+from mdi_traces.schema import STEPS, Metadata
 from mdi_traces.tables import build_run
 
 RAN_DRY = "the run ended first"
@@ -59,41 +59,33 @@ def simulate(
     workload = Workload(trace, run.ranks, run.new_placement())
     env = simpy.Environment()
     group = Group(env, run.ranks, getattr(cost, "group", None))
-    sources = make_sources(workload.arrivals)
     policy = make_policy(config, run.shape, cost if chunk_cost is None else chunk_cost)
-    schedulers = [Scheduler(config, policy) for _ in range(run.ranks)]
-    drafting = config.num_draft_tokens > 0
-    recorders = [RankRecorder(rank, drafting=drafting) for rank in range(run.ranks)]
-    for rank, recorder in enumerate(recorders):
-        driver = RankDriver(
-            rank,
-            group=group,
-            scheduler=schedulers[rank],
-            source=sources[rank],
+    drivers = [
+        RankDriver(
+            rank, group=group, scheduler=Scheduler(config, policy), source=source,
             outcomes=Outcomes(config=config, seed=run.seed, accept_rate=run.draft_accept_rate),
-            recorder=recorder,
-            request_of=workload.request,
-            shape=run.shape,
-            cost=cost,
-            until_ns=None if until_s is None else int(until_s * 1e9),
-            fast_forward=fast_forward,
-            on_progress=on_progress,
+            recorder=RankRecorder(rank, drafting=config.num_draft_tokens > 0),
+            request_of=workload.request, shape=run.shape, cost=cost,
+            until_ns=NEVER if until_s is None else int(until_s * 1e9),
+            fast_forward=fast_forward, on_progress=on_progress,
         )
+        for rank, source in enumerate(make_sources(workload.arrivals))
+    ]  # fmt: skip
+    for driver in drivers:
         env.process(driver.run())
     reason, end_ns = _run(env, until_s)
-    for recorder, finished in zip(recorders, schedulers, strict=True):
-        pool = (finished.queues.blocks.num_free, finished.queues.slots.num_free)
-        recorder.closed(finished.unfinished(), pool)
+    for driver in drivers:
+        queues = driver.scheduler.queues
+        pool = (queues.blocks.num_free, queues.slots.num_free)
+        driver.recorder.closed(driver.scheduler.unfinished(), pool)
+    sources = [driver.source for driver in drivers]
     return build_run(
-        recorders,
-        trace,
-        _metadata(trace, run),
-        config,
+        [driver.recorder for driver in drivers], trace, _metadata(trace, run), config,
         run_id=f"simulated-{run.seed}",
         arrived_ns={row: t for source in sources for row, t in source.arrived_ns.items()},
         unfinished_reason=reason,
         not_arrived=[row for source in sources for row in source.not_arrived(end_ns)],
-    )
+    )  # fmt: skip
 
 
 def _run(env: simpy.Environment, until_s: float | None) -> tuple[str, int]:
@@ -109,12 +101,6 @@ def _run(env: simpy.Environment, until_s: float | None) -> tuple[str, int]:
 def _metadata(trace: RequestTrace, run: RunDescription) -> Metadata:
     config = run.to_json()
     return replace(
-        trace.metadata,
-        table="steps",
-        source="simulator",
-        clock="virtual",
-        model=run.shape.name,
-        hardware=config["cost"].get("hardware"),
-        config=config,
-        seed=run.seed,
-    )
+        trace.metadata, table=STEPS, source="simulator", clock="virtual", model=run.shape.name,
+        hardware=config["cost"].get("hardware"), config=config, seed=run.seed,
+    )  # fmt: skip

@@ -11,18 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Arrivals:
     """The rows of a request trace that one rank serves, in trace order.
 
-    `times_ns[i]` is the arrival of trace row `rows[i]`, or None when row `follows[i]` of the trace
-    must end first and `think_ns[i]` then pass. `elsewhere` names the rank of a next turn that
-    another rank serves.
+    `times_ns` are the arrivals of `recorded` rows. A row of `awaited` arrives a think time after
+    the turn before it ended, which `follows` maps to it, on whatever rank that turn was.
+    `elsewhere` names the rank of a next turn that another rank serves.
     """
 
-    rows: tuple[int, ...]
-    times_ns: tuple[int | None, ...]
-    follows: dict[int, tuple[int, int]]  # trace row -> (row of the next turn, its think time in ns)
+    recorded: list[tuple[int, int]] = field(default_factory=list)  # (arrival in ns, trace row)
+    awaited: list[int] = field(default_factory=list)
+    follows: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> (next, think ns)
     elsewhere: dict[int, int] = field(default_factory=dict)  # row of the next turn -> its rank
 
 
@@ -32,20 +32,12 @@ class Source:
     `peers` are the sources of all ranks, in order; needed where a turn follows one on another rank.
     """
 
-    __slots__ = ("_awaited", "_due", "_elsewhere", "_follows", "_heap", "_peers", "arrived_ns")
+    __slots__ = ("_arrivals", "_due", "_heap", "_peers", "arrived_ns")
 
     def __init__(self, arrivals: Arrivals, peers: "Sequence[Source]" = ()) -> None:
-        self._heap = [
-            (time, row)
-            for row, time in zip(arrivals.rows, arrivals.times_ns, strict=True)
-            if time is not None
-        ]
+        self._arrivals = arrivals
+        self._heap = list(arrivals.recorded)
         heapq.heapify(self._heap)
-        self._follows = arrivals.follows
-        self._elsewhere = arrivals.elsewhere
-        self._awaited = [
-            row for row, time in zip(arrivals.rows, arrivals.times_ns, strict=True) if time is None
-        ]
         self._peers = peers
         self._due: deque[int] = deque()
         self.arrived_ns: dict[int, int] = {}  # when closed-loop turns arrived, by trace row
@@ -59,8 +51,7 @@ class Source:
 
     def take(self, now_ns: int) -> tuple[int, ...]:
         """Hand out the rows that are due."""
-        if not self.count_due(now_ns):
-            return ()
+        self.count_due(now_ns)
         rows = tuple(self._due)
         self._due.clear()
         return rows
@@ -72,18 +63,15 @@ class Source:
     def not_arrived(self, now_ns: int) -> list[int]:
         """Return the rows that arrive later than now, turns whose predecessor goes on included."""
         later = [row for time, row in self._heap if time > now_ns]
-        return later + [row for row in self._awaited if row not in self.arrived_ns]
+        return later + [row for row in self._arrivals.awaited if row not in self.arrived_ns]
 
-    def ended(self, row: int, now_ns: int) -> int | None:
-        """Note that a request ended; return its session's next row where that follows it."""
-        follower = self._follows.get(row)
-        if follower is None:
-            return None
-        next_row, think_ns = follower
-        rank = self._elsewhere.get(next_row)
-        home = self if rank is None else self._peers[rank]
-        home.arrives(next_row, now_ns + think_ns)
-        return next_row
+    def ended(self, row: int, now_ns: int) -> None:
+        """Note that a request ended: its session's next turn, if any, has a time now."""
+        if row in self._arrivals.follows:
+            next_row, think_ns = self._arrivals.follows[row]
+            rank = self._arrivals.elsewhere.get(next_row)
+            home = self if rank is None else self._peers[rank]
+            home.arrives(next_row, now_ns + think_ns)
 
     def arrives(self, row: int, time_ns: int) -> None:
         """Note when a closed-loop turn of this rank arrives."""

@@ -1,7 +1,5 @@
 """Turns a request trace into what the drivers need: requests by row, and arrivals by rank."""
 
-from typing import NamedTuple
-
 from mdi_shared.placement import Placement, place_rows
 from mdi_shared.request import Request
 from mdi_sim.source import Arrivals
@@ -20,21 +18,17 @@ class Workload:
     def __init__(self, trace: RequestTrace, num_ranks: int, placement: Placement) -> None:
         table = trace.table
         self._req_ids = table["req_id"].to_pylist()
-        self._prompt_lens = ints(table["prompt_len"]).tolist()
-        self._max_tokens = ints(table["max_tokens"]).tolist()
-        self._output_lens = ints(table["output_len"]).tolist()
-        self._cached_lens = ints(table["cached_len"]).tolist()
-        self._times = ints(table["arrival_ns"]).tolist()
+        self._prompt_lens, self._max_tokens, self._output_lens, self._cached_lens, self._times = (
+            ints(table[name]).tolist()
+            for name in ("prompt_len", "max_tokens", "output_len", "cached_len", "arrival_ns")
+        )
         self._think = ints(table["think_ns"], null=-1).tolist()
         self._sessions = codes(table["session_id"])[0].tolist()
         self._ranks = place_rows(
-            placement,
-            num_ranks,
-            req_ids=self._req_ids,
+            placement, num_ranks, req_ids=self._req_ids, sessions=self._sessions,
             lengths=list(zip(self._prompt_lens, self._max_tokens, strict=True)),
             named=ints(table["rank"], null=-1).tolist(),
-            sessions=self._sessions,
-        )
+        )  # fmt: skip
         self.arrivals = self._arrivals(num_ranks)
 
     def request(self, row: int) -> tuple[Request, int | None]:
@@ -44,39 +38,26 @@ class Workload:
         """
         output_len, max_tokens = self._output_lens[row], self._max_tokens[row]
         request = Request(
-            req_id=self._req_ids[row],
-            prompt_len=self._prompt_lens[row],
-            max_tokens=max_tokens,
-            cached_len=self._cached_lens[row],
-        )
+            req_id=self._req_ids[row], prompt_len=self._prompt_lens[row],
+            max_tokens=max_tokens, cached_len=self._cached_lens[row],
+        )  # fmt: skip
         return request, (output_len if output_len < max_tokens else None)
 
     def _arrivals(self, num_ranks: int) -> list[Arrivals]:
         """Return the arrivals of each rank; a turn waits for the one before on whatever rank."""
-        by_rank = [_OfRank([], [], {}, {}) for _ in range(num_ranks)]
+        by_rank = [Arrivals() for _ in range(num_ranks)]
         last_of: dict[int, int] = {}
         for row, rank in enumerate(self._ranks):
             session, think = self._sessions[row], self._think[row]
             before = last_of.get(session) if session >= 0 and think >= 0 else None
-            by_rank[rank].rows.append(row)
-            by_rank[rank].times_ns.append(self._times[row] if before is None else None)
-            if before is not None:
+            if before is None:
+                by_rank[rank].recorded.append((self._times[row], row))
+            else:
+                by_rank[rank].awaited.append(row)
                 earlier = by_rank[self._ranks[before]]
                 earlier.follows[before] = (row, think)
                 if earlier is not by_rank[rank]:
                     earlier.elsewhere[row] = rank
             if session >= 0:
                 last_of[session] = row
-        return [
-            Arrivals(tuple(each.rows), tuple(each.times_ns), each.follows, each.elsewhere)
-            for each in by_rank
-        ]
-
-
-class _OfRank(NamedTuple):
-    """`Arrivals` in the making."""
-
-    rows: list[int]
-    times_ns: list[int | None]
-    follows: dict[int, tuple[int, int]]
-    elsewhere: dict[int, int]
+        return by_rank

@@ -10,7 +10,7 @@ import pytest
 from mdi_analysis import compare, overlay_figure, overlay_page, run_page, save_overlay, summarize
 from mdi_analysis.overlay import ROWS, overlay_rows
 from mdi_analysis.plots import PLOTS
-from mdi_shared.errors import ConfigError, TraceError
+from mdi_shared.errors import ConfigError, SaveError
 
 NAMES = ("real", "model <b>")
 
@@ -110,7 +110,7 @@ def test_empty_runs_and_absent_values_draw_without_a_warning(run, nothing):
 def test_a_refused_file_is_one_line_and_leaves_the_old_one(run, tmp_path):
     found = compare(run, run, NAMES)
     (tmp_path / "there").write_text("kept")
-    with pytest.raises(TraceError, match="cannot be written"):
+    with pytest.raises(SaveError, match="cannot be written"):
         save_overlay(found, run, run, png=tmp_path / "there" / "x.png")
     assert (tmp_path / "there").read_text() == "kept"
     assert save_overlay(found, run, run) == []

@@ -25,7 +25,8 @@ HEADER = "arrival_ns,prompt_len,output_len\n"
         (("simulate", "."), "is a folder"),
         (("simulate", "--workload", "nope"), "azure-conv, azure-code"),
         (("simulate", "no.csv", "--workload", "sharegpt"), "contradicts the trace"),
-        (("simulate", "no.csv", "--rate", "2"), "rate = 2.0: belongs to a workload"),
+        (("simulate", "no.csv", "-n", "2"), "requests = 2: belongs to a workload"),
+        (("simulate", "no.csv", "--rate", "2", "--arrivals", "burst"), "rate = 2.0: contradicts"),
         (("simulate", "--workload", "sharegpt", "--limit", "2"), "limit = 2: belongs to a trace"),
         (("simulate", "--workload", "sharegpt", "--closed-loop"), "has no sessions"),
         (("simulate", "--nope"), "No such option: --nope"),
@@ -193,7 +194,7 @@ def test_a_failed_save_leaves_the_old_run(mdi, run_r, small, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         done = mdi("simulate", *small, "-n", 3, "--out", "r")
-    assert done.code == 1
+    assert done.code == 2
     assert "No space left on device" in done.err
     assert {path.name: path.read_bytes() for path in Path().iterdir()} == before
 

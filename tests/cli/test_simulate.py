@@ -207,6 +207,17 @@ def test_lengths_without_times_take_arrivals(mdi):
     assert "1 request: 1 completed" in done.out
 
 
+def test_times_of_a_trace_are_replaced_when_asked_and_told(mdi):
+    mdi("generate-workload", "azure-conv", "w.parquet", "-n", 30, "--rate", 2)
+    for option, note in (("--rate", "recorded arrival times scaled to 20 requests per second"),
+                         ("--arrivals", "recorded arrival times replaced by")):  # fmt: skip
+        value = 20 if option == "--rate" else "poisson:20"
+        done = mdi("simulate", "w.parquet", "--model", "tiny", option, value, "--out", "r")
+        assert done.code == 0, done.err
+        assert f"note: {note}" in done.out
+        assert load_run("r").requests["arrival_ns"].max() < 5e9
+
+
 def test_a_fitted_model_names_its_error(mdi, small):
     cost = fitted(fit={"prefill": {"held_out_mape": 0.043}, "decode": {"held_out_mape": 0.02}})
     Path("cost.json").write_text(json.dumps(cost))

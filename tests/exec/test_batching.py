@@ -38,6 +38,24 @@ def test_chunks_change_nothing(runner, prompts, whole, chunks):
     assert torch.equal(found, whole[300])
 
 
+def test_chunks_change_nothing_in_a_prompt_shorter_than_the_window(runner, prompts):
+    ids = prompts[37]
+    whole = runner.prefill(runner.cache(), ids, given_len=37)
+    for chunks in ([1, 5, 31], [36, 1], [1] * 37):
+        found = runner.prefill(runner.cache(), ids, chunks, given_len=37)
+        assert torch.equal(found, whole), f"chunks {chunks}"
+
+
+def test_outputs_computed_again_are_no_part_of_a_short_prompt(runner, prompts):
+    """A preempted sequence runs its outputs as prompt; its rows are those of before."""
+    ids = prompts[300][:60]
+    cache = runner.cache()
+    first = runner.prefill(cache, ids[:50], given_len=50)
+    decoded = runner.decode(cache, 50, ids[50:])
+    again = runner.prefill(runner.cache(), ids, [20, 40], given_len=50)
+    assert torch.equal(again, torch.cat((first, decoded)))
+
+
 def test_decoding_a_prompt_token_by_token_changes_nothing(runner, prompts, whole):
     found = runner.decode(runner.cache(), 0, prompts[37])
     assert torch.equal(found, whole[37])

@@ -9,6 +9,7 @@ from mdi_exec.model.step_context import StepContext
 from mdi_exec.model.transformer import Layer, Transformer
 from mdi_exec.model.weights import Weights
 from mdi_exec.numerics import Numerics
+from mdi_exec.ops.sparse_attention import NO_COLUMN
 from mdi_shared.errors import ConfigError
 
 RING = 67_584  # bytes: 128 positions of 512 E4M3 codes and 16 scales
@@ -153,3 +154,14 @@ def test_engram_layers_need_a_token_map(tiny_config, tiny_tensors):
         Transformer(tiny_config, Weights(tiny_tensors), token_map=None)
     with pytest.raises(ConfigError, match=r"token_map = \(5,\): must map vocab_size = 1024"):
         Transformer(tiny_config, Weights(tiny_tensors), token_map=torch.zeros(5))
+
+
+def test_a_short_prompts_rows_list_as_many_window_keys_as_it_has(runners):
+    """Its own length, not that of what is computed again; rows behind it list a whole window."""
+    runner, ids = runners[Numerics.QUANTISED], list(range(45))
+    batch = Batch.build([BatchItem(40, 40, 1, [1], 1, 40, 37), BatchItem(5, 5, 2, [2], 1)], ids)
+    ctx = StepContext(batch, runner.cache(), runner.model.ropes)
+    listed = (ctx.window_rows != NO_COLUMN).sum(dim=1).tolist()
+    assert listed == [37] * 37 + [128] * 3 + [128] * 5
+    seen = (ctx.window_rows >= 0).sum(dim=1).tolist()
+    assert seen == [*range(1, 41), *range(1, 6)]

@@ -8,8 +8,7 @@ import pytest
 
 from mdi_exec.engine.llm import LLM
 from mdi_exec.engine.sampling import SamplingParams
-from mdi_exec.numerics import Numerics
-from tests.exec.engines import CHECKPOINT, SMALL, Watch, is_empty
+from tests.exec.engines import CHECKPOINT, GOLDEN_MODES, SMALL, Watch, is_empty
 
 PROMPT = [17, 300, 5, 42, 999]
 LENGTHS = (122, 40, 125, 1, 7, 127, 60, 126, 19)  # some outgrow their first block of 128
@@ -51,14 +50,14 @@ def answers(outputs):
 
 # ---- scheduling does not show ------------------------------------------------------------------
 
-modes = pytest.mark.parametrize("numerics", [mode.value for mode in Numerics])
+modes = pytest.mark.parametrize("numerics", [mode.value for mode in GOLDEN_MODES])
 
 
 @pytest.fixture(scope="module")
 def batched():
     """Answers to the nine requests in one batch, by mode."""
     found = {}
-    for mode in Numerics:
+    for mode in GOLDEN_MODES:
         with load(numerics=mode.value) as llm:
             found[mode.value] = answers(llm.generate(*mixed_requests()))
     return found

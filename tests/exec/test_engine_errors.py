@@ -37,8 +37,8 @@ def one_line(error):
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([], "prompt_token_ids = []: must hold at least one token"),
-        ("", "prompt_token_ids = []: must hold at least one token"),
+        ([], "prompt_token_ids = []: must be a list of at least one token"),
+        ("", "prompt_token_ids = []: must be a list of at least one token"),
         ([5, 1024], "prompt_token_ids[1] = 1024: must be an int from 0 to 1023"),
         ([-1], "prompt_token_ids[0] = -1: must be an int from 0 to 1023"),
         ([5, 6, 2.0], "prompt_token_ids[2] = 2.0: must be an int from 0 to 1023"),
@@ -132,6 +132,25 @@ def test_a_name_that_is_no_text(llm, name):
         with pytest.raises(ConfigError) as error:
             call()
         assert one_line(error).endswith("must be a text of Unicode characters")
+    assert is_empty(llm.engine)
+
+
+@pytest.mark.parametrize(
+    ("request_of", "message"),
+    [
+        (((5, 6), SHORT), "prompt_token_ids = (5, 6): must be a list of at least one token"),
+        ((torch.tensor([5]), SHORT), "prompt_token_ids = tensor([5]): must be a list"),
+        (([5], {"n": 1}), "sampling_params = {'n': 1}: must be a SamplingParams"),
+        (([5], SamplingParams(n=2)), "n = 2: must be 1 for a request"),
+        (([5], SHORT, None, {"arrival_ns": 1.5}), "arrival_ns = 1.5: must be an integer"),
+    ],
+    ids=lambda value: "",
+)
+def test_a_request_of_the_wrong_kind_is_refused_by_the_engine(llm, request_of, message):
+    ids, params, *rest = request_of
+    with pytest.raises(ConfigError) as error:
+        llm.engine.add_request(ids, params, **(rest[1] if rest else {}))
+    assert one_line(error).startswith(message)
     assert is_empty(llm.engine)
 
 

@@ -13,7 +13,7 @@ from mdi_exec.engine.llm import LLM
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.model.batch import Batch, BatchItem
 from mdi_exec.numerics import Numerics
-from tests.exec.engines import CHECKPOINT, SMALL, Watch, is_empty, report
+from tests.exec.engines import CHECKPOINT, GOLDEN_MODES, SMALL, Watch, is_empty, report
 
 LENGTHS = (1, 37, 127, 128, 129, 300, 520)
 EXACT_MAX_ABS = 1e-4
@@ -105,10 +105,10 @@ def files(golden):
 @pytest.fixture(scope="module")
 def one_batch(files):
     """All prompts in one batch, by mode; with ZOS, which is the default."""
-    return {n: Run(n, files[n], steps=ALL_STEPS) for n in Numerics}
+    return {n: Run(n, files[n], steps=ALL_STEPS) for n in GOLDEN_MODES}
 
 
-modes = pytest.mark.parametrize("numerics", list(Numerics), ids=lambda mode: mode.value)
+modes = pytest.mark.parametrize("numerics", GOLDEN_MODES, ids=lambda mode: mode.value)
 
 
 @modes

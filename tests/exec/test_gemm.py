@@ -12,7 +12,7 @@ from mdi_exec.ops.gemm import (
     matmul,
     quantised_gemm,
 )
-from mdi_exec.ops.quantise import quantise_activation
+from mdi_exec.ops.quantise import e2m1_codes, pack_e2m1, quantise_activation
 from mdi_exec.ops.routing import group_rows
 
 
@@ -43,6 +43,49 @@ def test_quantised_gemm_matches_golden(golden, kind):
     off = (found.view(torch.int16).int() - expected.view(torch.int16).int()).abs()
     assert off.max() <= GEMM_MAX_ULP
     assert (off > 0).float().mean() <= GEMM_MAX_SHARE_OFF
+
+
+HUGE, SMALL = 2.0**12, (0.5, 2.0**-5)
+
+
+def layered_weight(kind: str) -> QuantisedWeight:
+    """Rows of 96 inputs: HUGE at input 0, -HUGE at 64, SMALL[row] throughout the block between.
+
+    Row 0 sums that block to 16, row 1 to 1.
+    """
+    values = torch.zeros(32, 96)
+    values[:2, 0], values[:2, 64] = HUGE, -HUGE
+    values[:2, 32:64] = torch.tensor(SMALL).unsqueeze(1)
+    per_block = torch.tensor([2.0**10, 1.0, 2.0**10]).expand(32, -1).clone()
+    if kind == "fp8":
+        scales = per_block[:1].to(torch.float8_e8m0fnu)
+        codes = (values / per_block.repeat_interleave(32, dim=1)).to(torch.float8_e4m3fn)
+    else:
+        per_block[1, 1] = 2.0**-4
+        scales = per_block.to(torch.float8_e8m0fnu)
+        codes = pack_e2m1(e2m1_codes(values / per_block.repeat_interleave(32, dim=1)))
+        codes = codes.view(torch.int8)
+    made = QuantisedWeight(codes, scales)
+    assert torch.equal(made.dequantised(), values)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp4"])
+def test_products_are_summed_in_float32_by_blocks_of_32(kind):
+    """2^24 hides a 1 in float32, and each of 32 halves, but not their sum.
+
+    Neither one float32 sum nor a float64 one leaves 16 and 0.
+    """
+    x = torch.ones(3, 96, dtype=torch.bfloat16)
+    x[:, 0], x[:, 64], x[:, 1:32], x[:, 65:] = HUGE, HUGE, 0, 0
+    weight = layered_weight(kind)
+    expected = torch.tensor([16.0, 0.0]).expand(3, -1)
+    for given in (x, quantise_activation(x)):
+        assert torch.equal(quantised_gemm(given, weight)[:, :2].float(), expected)
+    stacked = QuantisedWeight(weight.codes.unsqueeze(0), weight.scales.unsqueeze(0))
+    groups = group_rows(torch.zeros(3, 1, dtype=torch.int64), 1, 16)
+    found = expert_gemm(quantise_activation(x), stacked, groups, 16)
+    assert torch.equal(found[:, :2].float(), expected)
 
 
 def test_unrounded_gemm_keeps_float32(golden):

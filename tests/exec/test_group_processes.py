@@ -19,6 +19,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from mdi_exec.engine.llm import LLM
+from mdi_exec.engine.rank_worker import _Outbox
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.errors import GroupError
 from mdi_exec.ranks.parallel import LOOPBACK, RankAddress, join_group, lead_store
@@ -148,6 +149,15 @@ def test_a_stopped_worker_ends_the_group_within_its_timeout():
         assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
     finally:
         llm.close()
+
+
+def test_a_front_that_does_not_listen_holds_no_rank_up():
+    mine, theirs = multiprocessing.Pipe()
+    outbox = _Outbox(theirs)
+    for number in range(30):
+        outbox.put((number, bytes(1_000_000)))  # more than any pipe takes in
+    assert [mine.recv()[0] for _ in range(30)] == list(range(30))
+    outbox.close()
 
 
 def test_nobody_but_the_machine_itself_reaches_the_store():

@@ -135,7 +135,7 @@ def test_require_equal_names_the_rank_that_differs():
         ({"expert_parallel_size": 2}, "must equal the number of ranks"),
         ({"placement": "least_luck"}, "must be one of round_robin, least_tokens, least_kv"),
         ({"group_port": 70_000}, "must be from 0 to 65535"),
-        ({"group_timeout_s": 0}, "must be above 0 s"),
+        ({"group_timeout_s": 0}, "must be above 0 and at most 1,000,000 s"),
     ],
 )
 def test_options_of_a_group_are_checked_before_anything_starts(options, message):

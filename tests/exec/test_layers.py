@@ -21,6 +21,7 @@ from mdi_exec.ops.index_scores import TOPK_MEAN_OVERLAP, TOPK_MIN_OVERLAP
 from mdi_exec.ops.quantise import quantise_activation
 from mdi_exec.ops.rope import rotate
 from mdi_exec.ops.sparse_attention import ATTENTION_MAX_ABS, ATTENTION_MEAN_ABS
+from tests.exec.engines import GOLDEN_MODES
 
 PROMPT = 161
 LAYERS = {
@@ -163,7 +164,7 @@ class Replay:
         }
 
 
-@pytest.fixture(scope="module", params=list(Numerics), ids=lambda mode: mode.value)
+@pytest.fixture(scope="module", params=GOLDEN_MODES, ids=lambda mode: mode.value)
 def replay(request, runners, golden) -> Replay:
     with torch.inference_mode():
         return Replay(runners[request.param], golden(FILES[request.param]), LAYERS[request.param])

@@ -18,7 +18,7 @@ from mdi_exec.errors import NumericsError
 from mdi_exec.model.staging import NUM_BUFFERS, Staging
 from mdi_exec.numerics import Numerics
 from mdi_traces import check_run, load_run
-from tests.exec.engines import CHECKPOINT, SMALL
+from tests.exec.engines import CHECKPOINT, GOLDEN_MODES, SMALL
 from tests.exec.test_engine_golden import ALL_STEPS, FEW_STEPS, LENGTHS, WAYS, Run
 from tests.gpu.marks import gpu
 from tests.gpu.strictness import unawaited
@@ -186,10 +186,10 @@ def test_a_recorded_run_is_sound_and_measured(tmp_path):
 
 @pytest.fixture(scope="module")
 def one_batch():
-    return {n: Run(n, files(n), steps=ALL_STEPS, device="cuda") for n in Numerics}
+    return {n: Run(n, files(n), steps=ALL_STEPS, device="cuda") for n in GOLDEN_MODES}
 
 
-@pytest.mark.parametrize("numerics", list(Numerics), ids=lambda mode: mode.value)
+@pytest.mark.parametrize("numerics", GOLDEN_MODES, ids=lambda mode: mode.value)
 def test_golden_prompts_in_one_batch(one_batch, numerics):
     one_batch[numerics].check_against_golden()
 

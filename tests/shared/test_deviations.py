@@ -30,7 +30,7 @@ PLACES = {
     "_book_out": "aborted between two chunks",
     "select": "order of ties",
     "prompt_limit": "longest prompt without chunking",
-    "_check_budget": "least token budget",
+    "_given_budget_rules": "least token budget",
     "token_budget": "default token budget",
     "_check_progress": "deadlock",
 }
@@ -95,7 +95,7 @@ def test_the_places_make_all_of_the_difference(seed, monkeypatch):
 
 
 # The token budget is derived in none of the workloads, and a pool below a block starts in neither.
-SHOWN_ELSEWHERE = {"_check_budget", "token_budget"}
+SHOWN_ELSEWHERE = {"_given_budget_rules", "token_budget"}
 
 
 @pytest.mark.parametrize("place", sorted(set(PLACES) - SHOWN_ELSEWHERE))

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mdi_shared.errors import TraceError
+from mdi_shared.errors import SaveError, TraceError
 from mdi_traces import io
 from mdi_traces.formats import load_requests
 from mdi_traces.io import read_table, write_csv, write_jsonl, write_parquet
@@ -80,7 +80,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(io.os, fault, fail)
-    with pytest.raises(TraceError, match="cannot be written: No space left on device"):
+    with pytest.raises(SaveError, match="cannot be written: No space left on device"):
         writer(path, table, META)
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["t"]
@@ -103,10 +103,10 @@ def test_a_writer_that_dies_half_way_leaves_the_old_file(error, table, tmp_path,
 
 
 def test_writing_where_there_is_no_folder(table, tmp_path):
-    with pytest.raises(TraceError, match="cannot be written: No such file or directory"):
+    with pytest.raises(SaveError, match="cannot be written: No such file or directory"):
         write_parquet(tmp_path / "no" / "t.parquet", table, META)
     (tmp_path / "file").write_text("")
-    with pytest.raises(TraceError, match="cannot be written: Not a directory"):
+    with pytest.raises(SaveError, match="cannot be written: Not a directory"):
         write_parquet(tmp_path / "file" / "t.parquet", table, META)
 
 

@@ -110,7 +110,7 @@ def test_a_run_without_a_step_has_an_empty_item_table(tmp_path):
     work = generate_workload("azure-conv", num_requests=3, seed=1)
     later = put_column(work.table, "arrival_ns", pa.array([10**10] * 3, pa.int64()))
     run = simulate(RequestTrace(later, work.metadata), shape=TINY, until_s=1.0)
-    assert (list(run.item_pieces()), run.items_table.num_rows) == ([], 0)
+    assert (sum(map(len, run.item_pieces())), len(run.items_table)) == (0, 0)
     run.save(tmp_path / "r")
     assert load_run(tmp_path / "r").items_table.num_rows == 0
     assert summarize(run).latency.itl_ms.n == 0

@@ -22,8 +22,7 @@ Bools = NDArray[np.bool_]
 def numbers(values: NDArray[Any], dtype: pa.DataType, valid: Bools | None = None) -> pa.Array:
     """Return an Arrow array of a number type; rows where `valid` is False are null."""
     raw = np.ascontiguousarray(values, dtype=dtype.to_pandas_dtype())
-    mask = None if valid is None or bool(valid.all()) else _bits(valid)
-    return pa.Array.from_buffers(dtype, len(raw), [mask, pa.py_buffer(raw)])
+    return pa.Array.from_buffers(dtype, len(raw), [_mask(valid), pa.py_buffer(raw)])
 
 
 def flags(values: Bools) -> pa.Array:
@@ -34,9 +33,7 @@ def flags(values: Bools) -> pa.Array:
 def texts(values: Sequence[str | None], dtype: pa.DataType | None = None) -> pa.Array:
     """Return an Arrow array of strings, dictionary-encoded when `dtype` says so."""
     encoded = [b"" if v is None else v.encode() for v in values]
-    valid = np.fromiter((v is not None for v in values), dtype=bool, count=len(values))
-    mask = None if valid.all() else _bits(valid)
-    buffers = [mask, _offsets(encoded), pa.py_buffer(b"".join(encoded))]
+    buffers = [_mask(_given(values)), _offsets(encoded), pa.py_buffer(b"".join(encoded))]
     array = pa.Array.from_buffers(pa.string(), len(values), buffers)
     return array if dtype is None or dtype == pa.string() else array.dictionary_encode()
 
@@ -45,10 +42,8 @@ def int_lists(values: Sequence[Sequence[int] | None]) -> pa.Array:
     """Return an Arrow array of lists of int64; None is null."""
     lists = [() if v is None else v for v in values]
     flat = np.fromiter(chain.from_iterable(lists), dtype=np.int64)
-    valid = np.fromiter((v is not None for v in values), dtype=bool, count=len(values))
-    mask = None if valid.all() else _bits(valid)
     return pa.Array.from_buffers(
-        pa.list_(pa.int64()), len(values), [mask, _offsets(lists)],
+        pa.list_(pa.int64()), len(values), [_mask(_given(values)), _offsets(lists)],
         children=[numbers(flat, pa.int64())],
     )  # fmt: skip
 
@@ -104,6 +99,15 @@ def _whole(column: pa.ChunkedArray) -> pa.Array:
 def _data(array: pa.Array) -> pa.Buffer | bytes:
     data = array.buffers()[1]
     return b"" if data is None else data
+
+
+def _given(values: Sequence[object]) -> Bools:
+    return np.fromiter((v is not None for v in values), dtype=bool, count=len(values))
+
+
+def _mask(valid: Bools | None) -> pa.Buffer | None:
+    """Return the bits of a column with nulls; None stands for a column without."""
+    return None if valid is None or bool(valid.all()) else _bits(valid)
 
 
 def _bits(values: Bools) -> pa.Buffer:

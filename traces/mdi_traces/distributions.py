@@ -9,14 +9,14 @@ Read next: `generate.py` (presets made of these).
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from math import isfinite, log
+from math import inf, isfinite, log
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from mdi_shared.errors import ConfigError
+from mdi_shared.errors import ConfigError, require
 from mdi_traces.columns import Ints
 
 _NS_PER_S = 1e9
@@ -156,7 +156,7 @@ class Mixture:
 
     def __post_init__(self) -> None:
         weights = [weight for weight, _ in self.parts]
-        if not weights or min(weights) < 0 or not 0 < sum(weights) < float("inf"):
+        if not weights or min(weights) < 0 or not 0 < sum(weights) < inf:
             raise ConfigError("parts", weights, "weights must be at least 0, and not all 0")
 
     def draw(self, count: int, rng: Generator) -> Ints:
@@ -176,13 +176,11 @@ class Quantiles:
     points: tuple[tuple[float, float], ...]
 
     def __post_init__(self) -> None:
-        shares, tokens = [p[0] for p in self.points], [p[1] for p in self.points]
-        ascending = all(a < b for a, b in pairwise(shares)) and all(
-            a <= b for a, b in pairwise(tokens)
-        )
-        if len(shares) < 2 or shares[0] != 0 or shares[-1] != 1 or not ascending or tokens[0] < 1:
-            raise ConfigError("points", self.points, "must ascend from share 0 to share 1, "
-                              "with lengths of at least 1 token")  # fmt: skip
+        first, last = self.points[:1], self.points[-1:]
+        ends_fit = [share for share, _ in first + last] == [0, 1] and first[0][1] >= 1
+        ascending = all(p < q and a <= b for (p, a), (q, b) in pairwise(self.points))
+        require(ends_fit and ascending, "points", self.points, "must ascend from share 0 to "
+                "share 1, with lengths of at least 1 token")  # fmt: skip
 
     @property
     def mean(self) -> float:
@@ -263,14 +261,13 @@ def _whole_ns(times_s: NDArray[np.float64]) -> Ints:
 def _positive(owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
-        if not (0 < value < float("inf")):
-            raise ConfigError(name, value, "must be a finite number above 0")
+        require(0 < value < inf, name, value, "must be a finite number above 0")
 
 
 def _lengths(owner: object, *names: str) -> None:
     least = 1
     for name in names:
         value = getattr(owner, name)
-        if type(value) is not int or not least <= value < 2**31:
-            raise ConfigError(name, value, f"must be a whole number of tokens from {least} on")
+        require(type(value) is int and least <= value < 2**31, name, value,
+                f"must be a whole number of tokens from {least} on")  # fmt: skip
         least = value

@@ -9,6 +9,7 @@ Read next: `distributions.py` (the parts), `formats/` (the real traces).
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import inf
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.random import Generator, SeedSequence, default_rng
 
-from mdi_shared.errors import ConfigError
+from mdi_shared.errors import ConfigError, require
 from mdi_traces.columns import Ints, numbers, texts
 from mdi_traces.distributions import (
     ArrivalProcess,
@@ -106,10 +107,9 @@ class ChatSessions:
     def __post_init__(self) -> None:
         for name, least in (("mean_turns", 1.0), ("think_median_s", 0.0), ("think_sigma", 0.0)):
             value = getattr(self, name)
-            if not least <= value < float("inf"):
-                raise ConfigError(name, value, f"must be a finite number of at least {least:g}")
-        if self.max_context < 2:
-            raise ConfigError("max_context", self.max_context, "must be at least 2 tokens")
+            require(least <= value < inf, name, value,
+                    f"must be a finite number of at least {least:g}")  # fmt: skip
+        require(self.max_context >= 2, "max_context", self.max_context, "must be at least 2 tokens")
 
 
 _CC_BY, _APACHE, _MIT = "CC-BY-4.0", "Apache-2.0", "MIT"
@@ -180,13 +180,11 @@ def generate_workload(
     workload's own. Prompt and output lengths do not depend on either: each quantity has its own
     random stream of `seed`. Equal arguments give equal bytes. Raises `ConfigError`.
     """
-    if num_requests < 1:
-        raise ConfigError("num_requests", num_requests, "must be at least 1")
-    if seed < 0:
-        raise ConfigError("seed", seed, "must be at least 0")
+    require(num_requests >= 1, "num_requests", num_requests, "must be at least 1")
+    require(seed >= 0, "seed", seed, "must be at least 0")
     name, chosen = _choose(workload)
-    if rate is not None and arrivals is not None:
-        raise ConfigError("rate", rate, "cannot be given together with arrivals")
+    require(rate is None or arrivals is None, "rate", rate,
+            "cannot be given together with arrivals")  # fmt: skip
     process = arrivals or (chosen.arrivals if rate is None else _at_rate(chosen.arrivals, rate))
     chosen = replace(chosen, arrivals=process)
     streams = [default_rng(child) for child in SeedSequence(seed).spawn(4)]
@@ -205,8 +203,7 @@ def generate_workload(
 def _choose(workload: str | Workload | ChatSessions) -> tuple[str, Workload | ChatSessions]:
     if not isinstance(workload, str):
         return "custom", workload
-    if workload not in WORKLOADS:
-        raise ConfigError("workload", workload, f"must be one of {', '.join(WORKLOADS)}")
+    require(workload in WORKLOADS, "workload", workload, f"must be one of {', '.join(WORKLOADS)}")
     return workload, WORKLOADS[workload]
 
 

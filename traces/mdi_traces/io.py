@@ -1,10 +1,10 @@
 """Trace files: written whole or not at all, read with every mismatch named.
 
-A file is written beside its final name and moved there when it is complete, so that a killed
-program leaves the old file as it was. No time stamps are stored: equal input gives equal bytes.
-Row-level rules are not checked here but in `requests.py` and `check.py`.
+No time stamps are stored: equal input gives equal bytes. Row-level rules are not checked here but
+in `requests.py` and `check.py`.
 
-Read next: `run.py` (the files of one run), `formats/own.py` (request traces by hand).
+Read next: `saving.py` (how a file takes its place), `run.py` (the files of one run),
+`formats/own.py` (request traces by hand).
 """
 
 import csv
@@ -13,19 +13,17 @@ import io
 import json
 import os
 import re
-import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from mdi_shared.errors import TraceError
+from mdi_traces.saving import atomic_file
 from mdi_traces.schema import (
     ADDED_COLUMNS,
     CONTENT_KEY,
@@ -40,47 +38,13 @@ _SEAL = b"mdi-seal"  # then the SHA-256 of the file without these two
 _FORMULA = re.compile(r"'*[=+\-@\t\r]")  # what a spreadsheet would run; an apostrophe stops it
 
 
-@contextmanager
-def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a file that takes the place of `path` when the block ends without an error.
-
-    Otherwise `path` stays as it was and nothing is left behind. Raises `TraceError` when the
-    system refuses to write there.
-    """
-    target = Path(path)
-    temp = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_ident()}.tmp")
-    try:
-        with temp.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temp.replace(target)
-        _sync_folder(target.parent)
-    except OSError as error:
-        raise TraceError(str(path), f"cannot be written: {error.strerror or error}") from error
-    finally:
-        if temp.exists():
-            temp.unlink()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the new name itself durable; only POSIX lets a folder be opened for that."""
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def write_parquet(
     path: str | os.PathLike[str], table: pa.Table, metadata: Metadata, *, content: str | None = None
 ) -> None:
     """Write a table of kind `metadata.table` with its metadata.
 
     `content` names the run the table is a part of; see `read_content`. Raises `TraceError` when
-    the columns differ from the schema or the file cannot be written.
+    the columns differ from the schema, `SaveError` when the file cannot be written.
     """
     require_schema(table, metadata.table, str(path))
     with atomic_file(path) as file:
@@ -142,7 +106,11 @@ def read_table(path: str | os.PathLike[str], kind: str) -> tuple[pa.Table, Metad
     """
     file = str(path)
     require_file(path)
-    table = parse_parquet(file, Path(path).read_bytes())
+    try:
+        raw = Path(path).read_bytes()
+    except OSError as error:
+        raise TraceError(file, f"cannot be read: {error.strerror or error}") from error
+    table = parse_parquet(file, raw)
     document = (table.schema.metadata or {}).get(METADATA_KEY)
     if document is None:
         raise TraceError(file, "has no mini-deepinfer metadata: not a trace of this project")

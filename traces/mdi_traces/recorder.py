@@ -6,6 +6,9 @@ decode steps is stored once, with a count, and spread out when the tables are ma
 """
 
 from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from mdi_shared.cost.work import StepWork
 from mdi_shared.loop import Report
@@ -21,35 +24,37 @@ BATCH_FIELDS = (
     "n_chunked", "n_finished", "n_ignored", "n_preempted", "target_ns",
 )  # fmt: skip
 ITEM_FIELDS = ("seq_id", "q", "k")
-LAUNCH_FIELDS = ("t_sched", "t_planned", "t_launch", "wait_ns", "pred_ns")
-DEVICE_FIELDS = ("t_dev_start", "t_dev_end", "t_done", "process_ns")
-# Only a real run has these two: its host's times at launch, and what its device measured.
-HOST_FIELDS = ("ingress_ns", "t_enqueued")
-MEASURED_FIELDS = ("sample_ns", "graph_size", "moe_imbalance")
-OUTCOME_FIELDS = ("n_waiting", "n_running", "n_dropped", "n_accepted")
 POOL_FIELDS = ("free_blocks", "free_slots")
+# What a step has of its own, by the array that holds it. No name stands in two of them.
+STEP_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "launches": ("t_sched", "t_planned", "t_launch", "wait_ns", "pred_ns"),
+    "works": StepWork._fields,
+    "devices": ("t_dev_start", "t_dev_end", "t_done", "process_ns"),
+    "hosts": ("ingress_ns", "t_enqueued"),  # at launch; of a real run only
+    "outcomes": ("n_waiting", "n_running", "n_dropped", "n_accepted"),
+    "pools": POOL_FIELDS,
+})  # fmt: skip
+MEASURED_FIELDS = ("sample_ns", "graph_size", "moe_imbalance")  # by a real device
 REQUEST_FIELDS = (
     "rank", "t_first_sched", "t_first_token", "t_finish", "output_len",
     "n_chunks", "n_preempt", "n_recomputed_tokens",
 )  # fmt: skip
 
 
+@dataclass(slots=True, eq=False)
 class RequestLog:
     """What became of one request; times are ns since the run's start, NOT_YET where none."""
 
-    __slots__ = (*REQUEST_FIELDS, "finish_reason", "row")
-
-    def __init__(self, row: int, rank: int) -> None:
-        self.row = row
-        self.rank = rank
-        self.t_first_sched = NOT_YET
-        self.t_first_token = NOT_YET
-        self.t_finish = NOT_YET
-        self.output_len = 0
-        self.n_chunks = 0
-        self.n_preempt = 0
-        self.n_recomputed_tokens = 0
-        self.finish_reason: str | None = None
+    row: int
+    rank: int
+    t_first_sched: int = NOT_YET
+    t_first_token: int = NOT_YET
+    t_finish: int = NOT_YET
+    output_len: int = 0
+    n_chunks: int = 0
+    n_preempt: int = 0
+    n_recomputed_tokens: int = 0
+    finish_reason: str | None = None
 
 
 class RankRecorder:
@@ -75,9 +80,15 @@ class RankRecorder:
         self.pools = array("q")
         self.dropped = array("q")  # pairs (row, item index)
         self.accepted = array("q")  # triples (row, item index, accepted drafts)
-        self._num_rows = 0
-        self._num_processed = 0
         self.final_pool: tuple[int, int] | None = None
+
+    @property
+    def num_launched(self) -> int:
+        return len(self.launches) // len(STEP_FIELDS["launches"])
+
+    @property
+    def num_processed(self) -> int:
+        return len(self.outcomes) // len(STEP_FIELDS["outcomes"])
 
     def submitted(self, row: int) -> int:
         """Note that trace row `row` goes to the scheduler; return its sequence id there."""
@@ -85,20 +96,19 @@ class RankRecorder:
         return len(self.requests) - 1
 
     def launched(self, plan: StepPlan, work: StepWork, times: tuple[int, ...]) -> None:
-        """Note a planned step. `times` are `LAUNCH_FIELDS`, in ns."""
+        """Note a planned step. `times` are those of `launches`, see `STEP_FIELDS`."""
         size = len(plan.seq_ids)
         if plan.is_prefill:
             self._note_prefill(plan, times[0])
         for seq_id in plan.preempted:
             self.requests[seq_id].n_preempt += 1
         self.batches.extend((
-            self._num_rows, STEP_KINDS.index(plan.kind), plan.step, plan.decode_step,
+            self.num_launched, STEP_KINDS.index(plan.kind), plan.step, plan.decode_step,
             VOTES.index(plan.vote), plan.want, size, plan.num_batched_tokens, plan.is_partial,
             len(plan.finished), len(plan.ignored), len(plan.preempted), plan.target_ns,
         ))  # fmt: skip
-        self.items.extend(plan.seq_ids)
-        self.items.extend(plan.qs)
-        self.items.extend(plan.ks)
+        for of_items in (plan.seq_ids, plan.qs, plan.ks):
+            self.items.extend(of_items)
         self.pools.extend((plan.free_blocks, plan.free_slots))
         self.repeated(work, times)
 
@@ -106,7 +116,6 @@ class RankRecorder:
         """Note one more step of the newest batch, every context one token longer."""
         self.works.extend(work)
         self.launches.extend(times)
-        self._num_rows += 1
 
     def hosted(self, ingress_ns: int, enqueued_ns: int) -> None:
         """Note a real launch: the newest arrival's wait (NOT_YET = none), and when it was done."""
@@ -144,31 +153,29 @@ class RankRecorder:
         self.final_pool = pool
 
     def _note_advance(self, advance: Advance, due_waiting: list[int]) -> None:
-        for index in advance.dropped:
-            self.dropped.extend((self._num_processed, index))
+        self._note_dropped(advance.dropped)
         for i, free in enumerate(advance.free_blocks):
             waiting = advance.n_waiting + (due_waiting[i - 1] if i else 0)
             dropped = 0 if i else len(advance.dropped)
             self.outcomes.extend((waiting, advance.n_running, dropped, 0))
             self.pools.extend((free, advance.free_slots))
-        self._num_processed += advance.count
 
     def _note_outcome(self, outcome: StepOutcome, now_ns: int, due: int) -> None:
-        row = self._num_processed
-        for index in outcome.dropped:
-            self.dropped.extend((row, index))
+        self._note_dropped(outcome.dropped)
         accepted = 0
         if outcome.is_prefill:
             self._note_first_tokens(outcome, now_ns)
         elif self.drafting:
             for index, tokens in enumerate(outcome.tokens):
                 if len(tokens) > 1:
-                    self.accepted.extend((row, index, len(tokens) - 1))
+                    self.accepted.extend((self.num_processed, index, len(tokens) - 1))
                     accepted += len(tokens) - 1
-        self.outcomes.extend(
-            (outcome.n_waiting + due, outcome.n_running, len(outcome.dropped), accepted)
-        )
-        self._num_processed += 1
+        waiting, dropped = outcome.n_waiting + due, len(outcome.dropped)
+        self.outcomes.extend((waiting, outcome.n_running, dropped, accepted))
+
+    def _note_dropped(self, indices: tuple[int, ...]) -> None:
+        for index in indices:
+            self.dropped.extend((self.num_processed, index))
 
     def _note_prefill(self, plan: StepPlan, now_ns: int) -> None:
         for seq_id, q in zip(plan.seq_ids, plan.qs, strict=True):

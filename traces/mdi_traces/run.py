@@ -8,7 +8,7 @@ Read next: `schema.py` (columns), `check.py` (is the run sound?), docs/trace-for
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -19,13 +19,13 @@ import pyarrow as pa
 from mdi_shared.errors import TraceError
 from mdi_traces.columns import ints
 from mdi_traces.io import read_content, read_table, write_parquet
+from mdi_traces.saving import RUN_ENDINGS, replacing_run, run_files, run_prefix
 from mdi_traces.schema import ITEMS, REQUESTS, STEPS, Metadata
 
 if TYPE_CHECKING:
     import pandas as pd
 
-# Requests last: its presence means that the run is complete.
-_FILES = {ITEMS: ".items.parquet", STEPS: ".steps.parquet", REQUESTS: ".requests.parquet"}
+_SAVED_MEANWHILE = 20  # times that a run may be saved anew while it is being read
 
 
 class Run:
@@ -89,20 +89,19 @@ class Run:
         """Write PREFIX.items.parquet, PREFIX.steps.parquet and PREFIX.requests.parquet.
 
         Returns the paths written. `items=False`, or a run without items, leaves the first out
-        (and removes one of an earlier run of this name). Raises `TraceError`.
+        (and removes one of an earlier run of this name). An earlier run is replaced as a whole or
+        stays. Raises `SaveError`.
         """
-        base, content = run_prefix(prefix), self.content_hash()
         tables = {ITEMS: self.items_table if items else None, STEPS: self.steps_table,
                   REQUESTS: self.requests_table}  # fmt: skip
-        written = []
-        for kind, table in tables.items():
-            path = Path(base + _FILES[kind])
-            if table is None:
-                path.unlink(missing_ok=True)
-                continue
-            write_parquet(path, table, replace(self.metadata, table=kind), content=content)
-            written.append(path)
-        return written
+        content = self.content_hash()
+        with replacing_run(prefix) as place:
+            for kind, table in tables.items():
+                if table is not None:
+                    metadata = replace(self.metadata, table=kind)
+                    write_parquet(place(kind), table, metadata, content=content)
+        base = run_prefix(prefix)
+        return [Path(base + RUN_ENDINGS[kind]) for kind, t in tables.items() if t is not None]
 
     def content_hash(self) -> str:
         """Return a hash by which the files of this run know each other; equal runs, equal hash.
@@ -123,30 +122,46 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 
     Raises `TraceError` when a file is missing, damaged, or of another run than the others.
     """
-    base = run_prefix(path)
-    requests_path, steps_path = base + _FILES[REQUESTS], base + _FILES[STEPS]
-    if not Path(requests_path).is_file():
-        raise TraceError(requests_path, "not found: no such run, or it was not written to the end")
+    for _ in range(_SAVED_MEANWHILE):
+        files = _look(path)
+        try:
+            return _load(run_prefix(path), files)
+        except TraceError:
+            if files is not None and _look(path) == files:
+                raise
+    raise TraceError(str(path), "is saved anew all the time, so it cannot be read")
+
+
+def _look(path: str | os.PathLike[str]) -> dict[str, tuple[Path, int]] | None:
+    """Return path and identity of each file of a run; None when one moved between two looks."""
+    try:
+        return {kind: (file, file.stat().st_ino) for kind, file in run_files(path).items()}
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise TraceError(str(path), f"cannot be read: {error.strerror or error}") from error
+
+
+def _load(base: str, files: Mapping[str, tuple[Path, int]] | None) -> Run:
+    if files is None or REQUESTS not in files:
+        raise TraceError(base + RUN_ENDINGS[REQUESTS],
+                         "not found: no such run, or it was not written to the end")  # fmt: skip
+    requests_path = files[REQUESTS][0]
     requests, metadata = read_table(requests_path, REQUESTS)
-    steps = _read_matching(steps_path, STEPS, metadata)
-    items_path = base + _FILES[ITEMS]
-    recorded = Path(items_path).is_file()
     content = read_content(requests_path)
-    for path in (steps_path, items_path) if recorded else (steps_path,):
-        if content is not None and read_content(path) not in (None, content):
-            raise TraceError(path, "and the requests file belong to different runs: saving one "
-                             "over the other was interrupted; save the run again")  # fmt: skip
-    items = (lambda: _read_matching(items_path, ITEMS, metadata)) if recorded else None
-    return Run(steps, requests, metadata, items, content)
+    if STEPS not in files:
+        raise TraceError(base + RUN_ENDINGS[STEPS], "not found")
+    steps = _read_part(files[STEPS][0], STEPS, metadata, content)
+    if ITEMS in files:
+        _require_same(files[ITEMS][0], content)
+        return Run(steps, requests, metadata, lambda: _read_items(base, metadata, content), content)
+    return Run(steps, requests, metadata, None, content)
 
 
-def run_prefix(path: str | os.PathLike[str]) -> str:
-    """Return the run's prefix: `path` without the ending of a run's file, or `.parquet`."""
-    text = os.fspath(path)
-    for ending in (*_FILES.values(), ".parquet"):
-        if text.endswith(ending):
-            return text.removesuffix(ending)
-    return text
+def _read_items(base: str, metadata: Metadata, content: str | None) -> pa.Table:
+    """Read the items of a run that was loaded before; its files may have moved since."""
+    path = run_files(base).get(ITEMS, Path(base + RUN_ENDINGS[ITEMS]))
+    return _read_part(path, ITEMS, metadata, content)
 
 
 def to_frame(table: pa.Table) -> "pd.DataFrame":
@@ -166,9 +181,16 @@ def to_frame(table: pa.Table) -> "pd.DataFrame":
     return pd.DataFrame(columns)
 
 
-def _read_matching(path: str, kind: str, expected: Metadata) -> pa.Table:
+def _read_part(path: Path, kind: str, expected: Metadata, content: str | None) -> pa.Table:
     table, metadata = read_table(path, kind)
     if replace(metadata, table=expected.table) != expected:
-        raise TraceError(path, "its metadata differs from that of the requests file: the files "
-                         "belong to different runs")  # fmt: skip
+        raise TraceError(str(path), "its metadata differs from that of the requests file: the "
+                         "files belong to different runs")  # fmt: skip
+    _require_same(path, content)
     return table
+
+
+def _require_same(path: Path, content: str | None) -> None:
+    if content is not None and read_content(path) not in (None, content):
+        raise TraceError(str(path), "and the requests file belong to different runs: it was copied "
+                         "there, or the run was saved anew since it was loaded")  # fmt: skip

@@ -8,7 +8,6 @@ its time limit) are left out.
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -79,27 +78,23 @@ class _Rank:
     def __init__(self, recorder: RankRecorder) -> None:
         self.rank = recorder.rank
         self.requests = recorder.requests
-        self.rows = len(recorder.outcomes) // len(rec.OUTCOME_FIELDS)
+        self.rows = recorder.num_processed
         self.batch = _fields(recorder.batches, rec.BATCH_FIELDS)
-        self.launch = _fields(recorder.launches, rec.LAUNCH_FIELDS, self.rows)
-        self.work = _fields(recorder.works, StepWork._fields, self.rows)
-        self.device = _fields(recorder.devices, rec.DEVICE_FIELDS, self.rows)
-        self.host = _fields(recorder.hosts, rec.HOST_FIELDS, self.rows) if recorder.hosts else None
+        self.step: dict[str, Ints] = {}  # what each step has of its own
+        for array_name, names in rec.STEP_FIELDS.items():
+            self.step |= _fields(getattr(recorder, array_name), names, self.rows)
+        self.is_real = len(recorder.hosts) > 0
         measured = np.array(recorder.measured).reshape(-1, len(rec.MEASURED_FIELDS))[: self.rows]
         self.measured = measured if len(measured) else np.tile((0.0, 0.0, _NAN), (self.rows, 1))
-        self.outcome = _fields(recorder.outcomes, rec.OUTCOME_FIELDS, self.rows)
-        self.pool = _fields(recorder.pools, rec.POOL_FIELDS, self.rows)
         self.items = np.array(recorder.items, dtype=np.int32)  # large; all values are lengths, ids
-        self.dropped = _pairs(recorder.dropped, 2)
-        self.accepted = _pairs(recorder.accepted, 3)
+        self.dropped = np.array(recorder.dropped, dtype=np.int64).reshape(-1, 2)
+        self.accepted = np.array(recorder.accepted, dtype=np.int64).reshape(-1, 3)
         rows = np.arange(self.rows)
         self.batch_of = np.searchsorted(self.batch["row"], rows, side="right") - 1
         self.shift = rows - self.batch["row"][self.batch_of]
 
     def portions(self) -> Iterator[tuple[int, int]]:
         """Yield ranges of step rows that have about `_PIECE_ITEMS` items each, one at least."""
-        if self.rows == 0:
-            yield 0, 0
         ends = np.cumsum(self.batch["n_items"][self.batch_of])
         first = 0
         while first < self.rows:
@@ -119,93 +114,64 @@ def _fields(flat: "array[int]", names: Sequence[str], rows: int | None = None) -
     return {name: table[:, i] for i, name in enumerate(names)}
 
 
-def _pairs(flat: "array[int]", width: int) -> Ints:
-    return np.array(flat, dtype=np.int64).reshape(-1, width)
-
-
 def _steps(rank: _Rank, metadata: Metadata, config: SchedulerConfig, run_id: str) -> pa.Table:
-    launch, device, work, n = rank.launch, rank.device, rank.work, rank.rows
+    step, graph_size = rank.step, rank.measured[:, 1]
+    is_prefill, idle = step["is_prefill"] == 1, rank.per_step("n_items") == 0
     kind = rank.per_step("kind")
-    is_prefill = work["is_prefill"] == 1
-    idle = rank.per_step("n_items") == 0
     decoding = np.isin(kind, [STEP_KINDS.index(DECODE), STEP_KINDS.index(IDLE_DECODE)])
     decode_step = rank.per_step("decode_step") + np.where(decoding, rank.shift, 0)
-    gpu_ms = (device["t_dev_end"] - device["t_dev_start"]) / _MS
-    own = {name: np.where(idle, 0, work[name]) for name in StepWork._fields}
-    target = rank.per_step("target_ns", first_only=True)
-    sample_ns, graph_size, imbalance = rank.measured.T
+    gpu_ms = (step["t_dev_end"] - step["t_dev_start"]) / _MS
+    sample_ms = rank.measured[:, 0] / _MS
+    own = {name: np.where(idle, 0, step[name]) for name in StepWork._fields}
+    rows, target = own["rows"], rank.per_step("target_ns", first_only=True)
+    padded = np.where(is_prefill, rank.per_step("n_tokens_padded"), np.maximum(rows, graph_size))
     values: dict[str, Any] = {
-        "run_id": _labels(np.zeros(n, dtype=np.int64), [run_id]),
+        **step, **own,  # most are stored under the names of their columns
+        **{name: rank.per_step(name, first_only=True) for name in (
+            "n_chunked", "n_finished", "n_ignored", "n_preempted")},
+        "run_id": run_id, "source": metadata.source,
         "step": rank.per_step("step") + rank.shift,
         "rank": rank.rank, "dp": rank.rank, "ep": rank.rank, "cp": 0,
         "kind": _labels(kind, STEP_KINDS),
-        "source": _labels(np.zeros(n, dtype=np.int64), [metadata.source]),
-        "t_sched": launch["t_sched"], "t_launch": launch["t_launch"],
-        "t_dev_start": device["t_dev_start"], "t_dev_end": device["t_dev_end"],
-        "t_done": device["t_done"],
-        "gpu_ms": gpu_ms, "fwd_ms": gpu_ms - sample_ns / _MS, "sample_ms": sample_ns / _MS,
-        "cpu_sched_ms": (launch["t_planned"] - launch["t_sched"] - launch["wait_ns"]) / _MS,
-        "cpu_proc_ms": device["process_ns"] / _MS,
-        "wait_ms": launch["wait_ns"] / _MS,
-        "n_seqs": own["n_seqs"], "n_tokens": own["rows"],
-        "n_tokens_padded": np.where(
-            is_prefill, rank.per_step("n_tokens_padded"), np.maximum(own["rows"], graph_size)),
-        "n_consumer_rows": own["consumer_rows"],
-        **{name: own[name] for name in (
-            "sum_qk", "idx_pairs_r2", "idx_pairs_r1", "core_pairs", "swa_pairs",
-            "sum_k", "max_k", "min_k", "flops_attn", "flops_total")},
-        "n_cached": np.where(is_prefill, own["sum_k"] - own["rows"], 0),
-        "n_chunked": rank.per_step("n_chunked", first_only=True),
-        "n_finished": rank.per_step("n_finished", first_only=True),
-        "n_ignored": rank.per_step("n_ignored", first_only=True),
-        "n_preempted": rank.per_step("n_preempted", first_only=True),
-        "n_dropped": rank.outcome["n_dropped"],
-        "n_draft_rows": np.where(is_prefill, 0, own["rows"] - own["n_seqs"]),
-        "n_accepted": rank.outcome["n_accepted"],
-        "graph_size": graph_size,
-        "free_blocks": rank.pool["free_blocks"], "free_slots": rank.pool["free_slots"],
-        "n_waiting": rank.outcome["n_waiting"], "n_running": rank.outcome["n_running"],
-        "decode_step": decode_step,
+        "gpu_ms": gpu_ms, "fwd_ms": gpu_ms - sample_ms, "sample_ms": sample_ms,
+        "cpu_sched_ms": (step["t_planned"] - step["t_sched"] - step["wait_ns"]) / _MS,
+        "cpu_proc_ms": step["process_ns"] / _MS, "wait_ms": step["wait_ns"] / _MS,
+        "n_tokens": rows, "n_tokens_padded": padded, "n_consumer_rows": own["consumer_rows"],
+        "n_cached": np.where(is_prefill, own["sum_k"] - rows, 0),
+        "n_draft_rows": np.where(is_prefill, 0, rows - own["n_seqs"]),
+        "graph_size": graph_size, "decode_step": decode_step,
         "vote": _labels(_votes(decode_step, config), rec.VOTES),
         "want": flags(rank.per_step("want", first_only=True) == 1),
-        "pred_ms": np.where(launch["pred_ns"] >= 0, launch["pred_ns"] / _MS, _NAN),
+        "pred_ms": np.where(step["pred_ns"] >= 0, step["pred_ns"] / _MS, _NAN),
         "target_ms": np.where(target > 0, target / _MS, _NAN),
-        "moe_imbalance": imbalance,
+        "moe_imbalance": rank.measured[:, 2],
         **_host_times(rank),
     }  # fmt: skip
-    return _table(values, STEP_SCHEMA, n)
+    return _table(values, STEP_SCHEMA, rank.rows)
 
 
 def _host_times(rank: _Rank) -> dict[str, pa.Array]:
     """What only a real run knows of its host's time and of the device's between steps, in ms."""
-    names = ("ingress_ms", "cpu_prep_ms", "cpu_launch_ms", "gap_ms")
-    if rank.host is None:
-        return {name: pa.nulls(rank.rows, STEP_SCHEMA.field(name).type) for name in names}
-    launch, device, host = rank.launch, rank.device, rank.host
-    every = np.ones(rank.rows, dtype=bool)
-    ended = np.concatenate((device["t_dev_start"][:1], device["t_dev_end"][:-1]))
-    columns: tuple[tuple[Ints, Bools], ...] = (
-        (host["ingress_ns"], host["ingress_ns"] != NOT_YET),
-        (launch["t_launch"] - launch["t_planned"], every),
-        (host["t_enqueued"] - launch["t_launch"], every),
-        (device["t_dev_start"] - ended, np.arange(rank.rows) > 0),
-    )
-    return {
-        name: numbers(values / _MS, STEP_SCHEMA.field(name).type, valid)
-        for name, (values, valid) in zip(names, columns, strict=True)
+    if not rank.is_real:
+        names = ("ingress_ms", "cpu_prep_ms", "cpu_launch_ms", "gap_ms")
+        return dict.fromkeys(names, pa.nulls(rank.rows, pa.float32()))
+    step, every = rank.step, np.ones(rank.rows, dtype=bool)
+    ended = np.concatenate((step["t_dev_start"][:1], step["t_dev_end"][:-1]))
+    columns: dict[str, tuple[Ints, Bools]] = {
+        "ingress_ms": (step["ingress_ns"], step["ingress_ns"] != NOT_YET),
+        "cpu_prep_ms": (step["t_launch"] - step["t_planned"], every),
+        "cpu_launch_ms": (step["t_enqueued"] - step["t_launch"], every),
+        "gap_ms": (step["t_dev_start"] - ended, np.arange(rank.rows) > 0),
     }
+    return {name: numbers(ns / _MS, pa.float32(), valid) for name, (ns, valid) in columns.items()}
 
 
 def _votes(decode_step: Ints, config: SchedulerConfig) -> Ints:
     """The voting rule of each step; the few distinct counters are looked up once."""
-
-    @cache
-    def code(step: int) -> int:
-        rule = rule_at(step, config.prefill_attempt_interval, config.prefill_any_attempt_interval)
-        return rec.VOTES.index(rule)
-
     distinct, where = np.unique(decode_step, return_inverse=True)
-    return np.array([code(int(step)) for step in distinct], dtype=np.int64)[where]
+    intervals = config.prefill_attempt_interval, config.prefill_any_attempt_interval
+    found = [rec.VOTES.index(rule_at(step, *intervals)) for step in distinct.tolist()]
+    return np.array(found, dtype=np.int64)[where]
 
 
 def _item_table(rank: _Rank, req_ids: pa.Array, run_id: str, first: int, stop: int) -> pa.Table:
@@ -213,7 +179,7 @@ def _item_table(rank: _Rank, req_ids: pa.Array, run_id: str, first: int, stop: i
     count = len(items["q"])
     values: dict[str, Any] = {
         **items,
-        "run_id": _labels(np.zeros(count, dtype=np.int32), [run_id]),
+        "run_id": run_id,
         "step": (rank.per_step("step") + rank.shift)[items["step_row"]],
         "rank": rank.rank,
         "req_id": pa.DictionaryArray.from_arrays(numbers(items["req_row"], pa.int32()), req_ids),
@@ -270,39 +236,34 @@ def _requests(
     open_reasons: dict[int, str],
 ) -> pa.Table:
     table, count = trace.table, len(trace)
-    logs: list[RequestLog | None] = [None] * count
-    for rank in ranks:
-        for log in rank.requests:
-            logs[log.row] = log
+    logged = {log.row: log for rank in ranks for log in rank.requests}
+    logs = [logged.get(row) or RequestLog(row, NOT_YET) for row in range(count)]
+    out = {name: np.array([getattr(log, name) for log in logs], dtype=np.int64)
+           for name in rec.REQUEST_FIELDS}  # fmt: skip
+    reasons = [log.finish_reason for log in logs]
+    unfinished = [open_reasons[row] if r is None else None for row, r in enumerate(reasons)]
     arrival = ints(table["arrival_ns"]).copy()
     for row, time_ns in arrived_ns.items():
         arrival[row] = time_ns
-    out = {name: _gather(logs, name) for name in rec.REQUEST_FIELDS}
-    served = np.array([log is not None for log in logs], dtype=bool)
-    t_submit = _submit_times(ranks, arrival, out["rank"], served)
-    finish, first, lengths = out["t_finish"], out["t_first_token"], out["output_len"]
-    reasons = [log.finish_reason if log is not None else None for log in logs]
-    unfinished = [open_reasons[row] if r is None else None for row, r in enumerate(reasons)]
+    served, times = out["rank"] != NOT_YET, ("t_first_sched", "t_first_token", "t_finish")
+    sched, first, finish = (out[name] for name in times)
     complete = np.array([r in ("stop", "length") for r in reasons], dtype=bool)
-    last = np.where(complete, finish, NOT_YET)
+    last, lengths = np.where(complete, finish, NOT_YET), out["output_len"]
     if bool((~complete & (lengths > 0)).any()):
         for rank in ranks:
             _note_last_tokens(rank, complete, last)
-    some, many = first != NOT_YET, complete & (lengths > 1)
+    t_submit = _submit_times(ranks, arrival, out["rank"])
+    per_token = (last - first) / _MS / np.maximum(lengths - 1, 1)
     columns: dict[str, tuple[Any, Bools | None]] = {
-        "arrival_ns": (arrival, None),
-        "output_len": (lengths, None),
-        "rank": (out["rank"], served),
-        "t_submit": (t_submit, t_submit != NOT_YET),
-        **{name: (out[name], out[name] != NOT_YET) for name in (
-            "t_first_sched", "t_first_token", "t_finish")},
-        "t_last_token": (last, last != NOT_YET),
+        "arrival_ns": (arrival, None), "output_len": (lengths, None),
         **{name: (out[name], served) for name in (
-            "n_chunks", "n_preempt", "n_recomputed_tokens")},
-        "ttft_ms": ((first - arrival) / _MS, some),
-        "tpot_ms": ((last - first) / _MS / np.maximum(lengths - 1, 1), many),
+            "rank", "n_chunks", "n_preempt", "n_recomputed_tokens")},
+        **{name: (out[name], out[name] != NOT_YET) for name in times},
+        "t_submit": (t_submit, t_submit != NOT_YET), "t_last_token": (last, last != NOT_YET),
+        "ttft_ms": ((first - arrival) / _MS, first != NOT_YET),
+        "tpot_ms": (per_token, complete & (lengths > 1)),
         "e2e_ms": ((finish - arrival) / _MS, complete),
-        "queue_ms": ((out["t_first_sched"] - arrival) / _MS, out["t_first_sched"] != NOT_YET),
+        "queue_ms": ((sched - arrival) / _MS, sched != NOT_YET),
     }  # fmt: skip
     for name, (values, valid) in columns.items():
         table = put_column(table, name, numbers(values, table.schema.field(name).type, valid))
@@ -315,27 +276,17 @@ def _note_last_tokens(rank: _Rank, complete: Bools, last: Ints) -> None:
     """Find when requests that did not complete got their last token; writes into `last`."""
     table = _items(rank, [log.row for log in rank.requests])
     gave = table["emitted"] > 0
-    rows, times = table["req_row"][gave], rank.device["t_done"][table["step_row"][gave]]
+    rows, times = table["req_row"][gave], rank.step["t_done"][table["step_row"][gave]]
     open_rows = ~complete[rows]
     np.maximum.at(last, rows[open_rows], times[open_rows])
 
 
-def _gather(logs: Sequence[RequestLog | None], name: str) -> Ints:
-    none = NOT_YET if name.startswith("t_") else 0
-    return np.array([none if log is None else getattr(log, name) for log in logs], dtype=np.int64)
-
-
-def _submit_times(ranks: Sequence[_Rank], arrival: Ints, rank_of: Ints, served: Bools) -> Ints:
+def _submit_times(ranks: Sequence[_Rank], arrival: Ints, rank_of: Ints) -> Ints:
     """When the scheduler got each request: a step's planning begins with a look for arrivals."""
     out = np.full(len(arrival), NOT_YET, dtype=np.int64)
     for rank in ranks:
-        polls = rank.launch["t_sched"]
-        mine = served & (rank_of == rank.rank)
-        at = np.searchsorted(polls, arrival[mine])
-        known = at < len(polls)
-        times = np.full(len(at), NOT_YET, dtype=np.int64)
-        times[known] = polls[at[known]]
-        out[mine] = times
+        polls, mine = rank.step["t_sched"], rank_of == rank.rank
+        out[mine] = np.append(polls, NOT_YET)[np.searchsorted(polls, arrival[mine])]
     return out
 
 
@@ -344,11 +295,13 @@ def _labels(codes: NDArray[np.int64], names: Sequence[str]) -> pa.DictionaryArra
 
 
 def _table(values: dict[str, Any], schema: pa.Schema, rows: int) -> pa.Table:
-    """Put columns in the schema's order; a scalar fills its column."""
+    """Put columns in the schema's order; a number or a text fills its column."""
     arrays = []
     for field in schema:
         column = values[field.name]
-        if not isinstance(column, pa.Array):
+        if isinstance(column, str):
+            column = _labels(np.zeros(rows, dtype=np.int64), [column])
+        elif not isinstance(column, pa.Array):
             column = numbers(np.broadcast_to(np.asarray(column), rows), field.type)
         arrays.append(column)
     return pa.Table.from_arrays(arrays, schema=schema)

@@ -9,6 +9,7 @@ Read next: `workers.py`, `engine.py`.
 import queue
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -23,6 +24,8 @@ from mdi_exec.errors import EngineStoppedError, GroupError
 from mdi_exec.ranks.parallel import RankAddress
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.errors import MiniDeepInferError
+
+_LAST_SEND_S = 5.0
 
 # ---- from the front ----------------------------------------------------------------------------
 
@@ -134,11 +137,13 @@ def run_rank(pipe: Connection, setup: Setup) -> None:
     """Be one rank until the front closes it or goes away. The whole of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the front decides
     torch.set_num_threads(setup.num_threads)
+    outbox = _Outbox(pipe)
     try:
-        _Worker(pipe, setup).run()
+        _Worker(pipe, setup, outbox.put).run()
     except Exception as error:  # noqa: BLE001 - the front raises it
-        with suppress(OSError):  # the front may have gone
-            pipe.send(Failed(_picklable(error)))
+        outbox.put(Failed(_picklable(error)))
+    finally:
+        outbox.close()
 
 
 def _picklable(error: Exception) -> Exception:
@@ -147,10 +152,31 @@ def _picklable(error: Exception) -> Exception:
     return GroupError(f"{type(error).__name__}: {error}")
 
 
+class _Outbox:
+    """Sends in the background: a front that does not listen for a while holds nobody up."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._messages: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.put = self._messages.put
+        self._thread = threading.Thread(target=self._send, name="outbox", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send what is left, unless the front takes nothing in any more."""
+        self.put(None)
+        self._thread.join(_LAST_SEND_S)
+
+    def _send(self) -> None:
+        with suppress(OSError):  # the front may have gone
+            while (message := self._messages.get()) is not None:
+                self._pipe.send(message)
+
+
 class _Worker:
-    def __init__(self, pipe: Connection, setup: Setup) -> None:
+    def __init__(self, pipe: Connection, setup: Setup, send: Callable[[object], None]) -> None:
         self.pipe = pipe
-        self._sending = threading.Lock()
+        self._send = send
         self._asked: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._serving = threading.Event()
         self._is_loaded = threading.Event()
@@ -158,7 +184,7 @@ class _Worker:
         threading.Thread(target=self._read, name="pipe", daemon=True).start()
         self.rank = Rank(
             setup.model, setup.options, address=setup.address,
-            on_estimate=lambda line: self._send(Estimate(line)),
+            on_estimate=lambda line: send(Estimate(line)),
         )  # fmt: skip
         self.engine = self.rank.engine
         self._is_loaded.set()
@@ -170,10 +196,6 @@ class _Worker:
             self._serve()
         finally:
             self.rank.close(saves=False)  # the front does
-
-    def _send(self, message: object) -> None:
-        with self._sending:
-            self.pipe.send(message)
 
     def _ready(self) -> Ready:
         engine = self.engine

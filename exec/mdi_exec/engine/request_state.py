@@ -102,6 +102,10 @@ class RequestBook:
         """
         name = req_id if req_id is not None else str(self._num_added)
         require_name(name)
+        if params.n != 1:
+            raise ConfigError("n", params.n, "must be 1 for a request; LLM adds one per output")
+        if type(arrival_ns) is not int:
+            raise ConfigError("arrival_ns", arrival_ns, "must be an integer")
         if name in self.live:
             raise ConfigError("req_id", name, "is in use by an unfinished request")
         state = RequestState(
@@ -125,8 +129,12 @@ class RequestBook:
 
         Likewise for stop strings where no tokenizer says what a token spells.
         """
-        if not prompt_token_ids:
-            raise ConfigError("prompt_token_ids", prompt_token_ids, "must hold at least one token")
+        if not isinstance(params, SamplingParams):
+            raise ConfigError("sampling_params", params, "must be a SamplingParams")
+        if not isinstance(prompt_token_ids, list) or not prompt_token_ids:
+            raise ConfigError(
+                "prompt_token_ids", prompt_token_ids, "must be a list of at least one token"
+            )
         if not _are_token_ids(prompt_token_ids, self.vocab_size):
             index = next(i for i, token in enumerate(prompt_token_ids)
                          if not _are_token_ids([token], self.vocab_size))  # fmt: skip

@@ -1,9 +1,11 @@
 """Matrix products: float32 accumulation, and rows whose result no other row can change.
 
-A library GEMM picks its blocking by the number of rows, so a row's last bits would depend on its
-batch. `matmul` always multiplies tiles of `ROW_TILE` rows, padding the last one: every product of
-a given weight then has the same shape, and chunking or batching cannot be seen in the result. That
-holds for one machine and one number of threads: with others a library may split sums differently.
+Quantised products are summed block by block of 32 inputs, as the released kernels do (architecture
+spec, §3). A library GEMM picks its blocking by the number of rows, so a row's last bits would
+depend on its batch. `matmul` always multiplies tiles of `ROW_TILE` rows, padding the last one:
+every product of a given weight then has the same shape, and chunking or batching cannot be seen in
+the result. That holds for one machine and one number of threads: with others a library may split
+sums differently.
 Read next: `expert_gemm.py`.
 """
 
@@ -27,8 +29,8 @@ from mdi_exec.ops.quantise import GROUP, Quantised, dequantise, unpack_e2m1
 from mdi_shared.errors import ConfigError
 
 ROW_TILE = {"cpu": 32, "cuda": 128}
-# Against a product summed in blocks of 32: the sums differ in float32's last bits, so a bfloat16
-# result may differ by one unit in the last place, rarely.
+# Against a product summed in other blocks than 32: the sums differ in float32's last bits, so a
+# bfloat16 result may differ by one unit in the last place, rarely.
 GEMM_MAX_ULP = 1
 GEMM_MAX_SHARE_OFF = 0.01
 

@@ -61,7 +61,7 @@ def sparse_attention_ref(
     step = max(1, MAX_GATHERED_VALUES // (num_keys * q.shape[-1]))
     out = torch.empty_like(q)
     columns = (window_rows != NO_COLUMN).sum(dim=1)
-    for width in torch.unique(columns).tolist():
+    for width in sorted(set(columns.tolist())):
         for rows in torch.split((columns == width).nonzero().squeeze(1), step):
             listed = window_rows[rows, :width]
             keys, is_valid = window.gather(listed), listed >= 0

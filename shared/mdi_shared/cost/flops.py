@@ -16,28 +16,16 @@ from mdi_shared.cost.shape import ModelShape
 class WorkCoefficients(NamedTuple):
     """What a shape multiplies rows and pairs by; made once per shape by `coefficients`.
 
-    `*_layers` count layers. The rest are FP8-equivalent FLOPs: `*_row` per row of the producer
-    part, `*_consumer_row` per consumer row, both summed over their layers; `*_pair` per pair and
-    layer; `key_row` per index key, `logit_row` per row of logits.
+    FP8-equivalent FLOPs: `*_layer_row` per row and layer, `*_row` per row of the producer part and
+    `*_consumer_row` per consumer row, both summed over their layers; `*_pair` per pair and layer;
+    `key_row` per index key, `logit_row` per row of logits.
     """
 
-    producer_layers: int
-    consumer_layers: int
-    core_r2_layers: int
-    core_r1_layers: int
-    index_r2_layers: int
-    index_r1_layers: int
-    candidate_layers: int
-    source_r2_layers: int
-    source_r1_layers: int
     attn_row: int
     attn_consumer_row: int
-    ffn_row: int  # shared expert and router
-    ffn_consumer_row: int
-    experts_row: int  # routed experts
-    experts_consumer_row: int
-    hyper_row: int
-    hyper_consumer_row: int
+    ffn_layer_row: int  # shared expert and router
+    experts_layer_row: int  # routed experts
+    hyper_layer_row: int
     boundary_row: int  # per row that no consumer layer runs: it still leaves the producers mixed
     engram_row: int
     key_row: int
@@ -51,19 +39,10 @@ class WorkCoefficients(NamedTuple):
         self, rows: int, consumer_rows: int, key_rows: int, core: int, index: int
     ) -> tuple[int, int]:
         """Return FLOPs of attention, and of everything but the LM head."""
-        attn = (
-            self.attn_row * rows
-            + self.attn_consumer_row * consumer_rows
-            + self.key_row * key_rows
-            + self.core_pair * core
-            + self.index_pair * index
-        )
-        other = (
-            self.other_row * rows
-            + self.other_consumer_row * consumer_rows
-            + self.boundary_row * (rows - consumer_rows)
-        )
-        return attn, attn + other
+        attn = self.attn_row * rows + self.attn_consumer_row * consumer_rows
+        attn += self.key_row * key_rows + self.core_pair * core + self.index_pair * index
+        other = self.other_row * rows + self.other_consumer_row * consumer_rows
+        return attn, attn + other + self.boundary_row * (rows - consumer_rows)
 
 
 @lru_cache(maxsize=64)
@@ -74,34 +53,20 @@ def coefficients(shape: ModelShape) -> WorkCoefficients:
     index_wide = shape.index_n_heads * shape.index_head_dim
     project = 2 * sum(rows * cols for rows, cols in attention_matrices(shape))
     index = 2 * shape.q_lora_rank * index_wide + 4 * hidden * shape.index_n_heads
-    compress = 4 * hidden * shape.head_dim
-    # A ratio-2 compressor projects a value and a gate; every source does so for all rows.
-    sources = 2 * shape.num_kv_source_r2_layers + shape.num_kv_source_r1_layers
+    index_consumers = shape.num_index_r1_layers + shape.num_candidate_layers
+    compress = 4 * hidden * shape.head_dim * shape.num_compressors  # every source, for all rows
     ffn = 2 * shape.n_shared_experts * expert_params(shape) + 4 * hidden * shape.n_routed_experts
     experts = 2 * shape.num_experts_per_tok * expert_params(shape)
     mix = 8 * copies * hidden
     hyper = 2 * (mix * copies * (copies + 2) + mix + 8 * copies * (copies + 1) * hidden)
     engram_rows, engram_columns = engram_matrix(shape)
     engram = shape.num_engram_layers * (2 * engram_rows * engram_columns + mix)
-    index_consumers = shape.num_index_r1_layers + shape.num_candidate_layers
     return WorkCoefficients(
-        producer_layers=producers,
-        consumer_layers=consumers,
-        core_r2_layers=shape.num_core_r2_layers,
-        core_r1_layers=shape.num_core_r1_layers,
-        index_r2_layers=shape.num_index_r2_layers,
-        index_r1_layers=shape.num_index_r1_layers,
-        candidate_layers=shape.num_candidate_layers,
-        source_r2_layers=shape.num_kv_source_r2_layers,
-        source_r1_layers=shape.num_kv_source_r1_layers,
-        attn_row=producers * project + shape.num_index_r2_layers * index + sources * compress,
+        attn_row=producers * project + shape.num_index_r2_layers * index + compress,
         attn_consumer_row=consumers * project + index_consumers * index,
-        ffn_row=producers * ffn,
-        ffn_consumer_row=consumers * ffn,
-        experts_row=producers * experts,
-        experts_consumer_row=consumers * experts,
-        hyper_row=producers * hyper,
-        hyper_consumer_row=consumers * hyper,
+        ffn_layer_row=ffn,
+        experts_layer_row=experts,
+        hyper_layer_row=hyper,
         boundary_row=mix * copies * (copies + 2),
         engram_row=engram,
         key_row=4 * shape.head_dim * shape.index_head_dim,

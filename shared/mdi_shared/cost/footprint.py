@@ -7,14 +7,39 @@ routed experts FP4, other projections FP8, both with their scales; the rest bf16
 Read next: `work.py`, which turns them into the traffic of a step.
 """
 
+from collections.abc import Callable
+
 from mdi_shared.cost.shape import ModelShape
 
 TILE = 32  # FP8 weights carry one scale byte per 32 x 32 tile, FP4 weights one per 32 inputs
+
+# How many matrices, the bytes of one with so many rows and columns, rows, columns.
+Matrices = tuple[int, Callable[[int, int], int], int, int]
+
+
+def fp4_bytes(rows: int, columns: int) -> int:
+    """Bytes of an FP4 matrix with its scales."""
+    return rows * columns // 2 + rows * columns // TILE
 
 
 def fp8_bytes(rows: int, columns: int) -> int:
     """Bytes of an FP8 matrix with its tile scales."""
     return rows * columns + -(-rows // TILE) * -(-columns // TILE)
+
+
+def fp8_row_bytes(rows: int, columns: int) -> int:
+    """Bytes of an FP8 table whose rows are read one by one: a scale per 32 of each row."""
+    return rows * (columns + columns // TILE)
+
+
+def bf16_bytes(rows: int, columns: int) -> int:
+    """Bytes of a bf16 matrix."""
+    return 2 * rows * columns
+
+
+def f32_bytes(rows: int, columns: int) -> int:
+    """Bytes of an f32 matrix."""
+    return 4 * rows * columns
 
 
 def expert_params(shape: ModelShape) -> int:
@@ -24,20 +49,15 @@ def expert_params(shape: ModelShape) -> int:
 
 def expert_bytes(shape: ModelShape) -> int:
     """Bytes of one routed expert in FP4 with its scales."""
-    return expert_params(shape) // 2 + expert_params(shape) // TILE
+    return fp4_bytes(3 * shape.moe_intermediate_size, shape.hidden_size)
 
 
 def attention_matrices(shape: ModelShape) -> tuple[tuple[int, int], ...]:
     """Rows and columns of one layer's FP8 projections: wq_a, wq_b, wkv, wo_a, wo_b."""
     hidden, wide = shape.hidden_size, shape.num_attention_heads * shape.head_dim
-    grouped = shape.o_groups * shape.o_lora_rank
-    return (
-        (shape.q_lora_rank, hidden),
-        (wide, shape.q_lora_rank),
-        (shape.head_dim, hidden),
-        (grouped, wide // shape.o_groups),
-        (hidden, grouped),
-    )
+    grouped, low = shape.o_groups * shape.o_lora_rank, shape.q_lora_rank
+    wo_a = (grouped, wide // shape.o_groups)
+    return (low, hidden), (wide, low), (shape.head_dim, hidden), wo_a, (hidden, grouped)
 
 
 def engram_matrix(shape: ModelShape) -> tuple[int, int]:
@@ -46,76 +66,51 @@ def engram_matrix(shape: ModelShape) -> tuple[int, int]:
     return shape.hidden_size * (shape.hc_mult + 1), columns
 
 
-def engram_row_bytes(shape: ModelShape) -> int:
-    """Bytes of one Engram table row, FP8 with a scale per 32."""
-    return shape.engram_head_dim + shape.engram_head_dim // TILE
-
-
 def weight_params(shape: ModelShape) -> dict[str, int]:
     """Parameters by part; they sum to the backbone with its Engram tables."""
-    layers, hidden, copies = shape.num_hidden_layers, shape.hidden_size, shape.hc_mult
-    engram_rows, engram_columns = engram_matrix(shape)
-    query_rows, query_columns = _index_query(shape)
-    indexers = len(shape.index_source_layer_ids)
     return {
-        "routed_experts": layers * shape.n_routed_experts * expert_params(shape),
-        "engram_tables": sum(shape.engram_num_embeddings) * shape.engram_head_dim,
-        "attention": layers * sum(rows * cols for rows, cols in attention_matrices(shape)),
-        "shared_experts": layers * shape.n_shared_experts * expert_params(shape),
-        "embed_head": 2 * shape.vocab_size * hidden,
-        "engram_projections": shape.num_engram_layers * engram_rows * engram_columns,
-        "router": layers * shape.n_routed_experts * hidden,
-        "index_compress": indexers * query_rows * query_columns + _index_compress_bf16(shape),
-        "hyper_connections": layers * 2 * copies * (copies + 2) * copies * hidden,
-        "small": _small_bf16(shape) + _small_f32(shape),
+        part: sum(n * rows * columns for n, _, rows, columns in stored)
+        for part, stored in _weights(shape).items()
     }
 
 
 def weight_bytes(shape: ModelShape) -> dict[str, int]:
     """Bytes by part, as stored; the keys are those of `weight_params`."""
-    params = weight_params(shape)
-    layers, hidden = shape.num_hidden_layers, shape.hidden_size
-    inter = shape.moe_intermediate_size
-    shared = 2 * fp8_bytes(inter, hidden) + fp8_bytes(hidden, inter)
-    indexers = len(shape.index_source_layer_ids)
     return {
-        "routed_experts": layers * shape.n_routed_experts * expert_bytes(shape),
-        "engram_tables": sum(shape.engram_num_embeddings) * engram_row_bytes(shape),
-        "attention": layers * sum(fp8_bytes(*matrix) for matrix in attention_matrices(shape)),
-        "shared_experts": layers * shape.n_shared_experts * shared,
-        "embed_head": 2 * params["embed_head"],
-        "engram_projections": shape.num_engram_layers * fp8_bytes(*engram_matrix(shape)),
-        "router": 2 * params["router"],
-        "index_compress": indexers * fp8_bytes(*_index_query(shape))
-        + 2 * _index_compress_bf16(shape),
-        "hyper_connections": 4 * params["hyper_connections"],
-        "small": 2 * _small_bf16(shape) + 4 * _small_f32(shape),
+        part: sum(n * size(rows, columns) for n, size, rows, columns in stored)
+        for part, stored in _weights(shape).items()
     }
 
 
-def _index_query(shape: ModelShape) -> tuple[int, int]:
-    """Rows and columns of an indexer's FP8 query projection."""
-    return shape.index_n_heads * shape.index_head_dim, shape.q_lora_rank
-
-
-def _index_compress_bf16(shape: ModelShape) -> int:
-    """Parameters of index head weights, index key projections and KV compressors (with gates)."""
-    heads = len(shape.index_source_layer_ids) * shape.index_n_heads * shape.hidden_size
-    keys = len(shape.kv_source_layer_ids) * shape.index_head_dim * shape.head_dim
-    compressors = 2 * shape.num_kv_source_r2_layers + shape.num_kv_source_r1_layers
-    return heads + keys + compressors * shape.head_dim * shape.hidden_size
-
-
-def _small_bf16(shape: ModelShape) -> int:
-    """Norm vectors and the Engram gates' vectors, as parameters."""
-    per_layer = 2 * shape.hidden_size + shape.q_lora_rank + shape.head_dim
-    sources = len(shape.kv_source_layer_ids) * (shape.head_dim + shape.index_head_dim)
-    gates = shape.num_engram_layers * 2 * shape.hc_mult * shape.hidden_size
-    return shape.num_hidden_layers * per_layer + shape.hidden_size + sources + gates
-
-
-def _small_f32(shape: ModelShape) -> int:
-    """Attention sinks, router biases (text, image), hyper-connection bases and scales."""
-    hyper = 2 * (shape.hc_mult * (shape.hc_mult + 2) + 3)
-    per_layer = shape.num_attention_heads + 2 * shape.n_routed_experts + hyper
-    return shape.num_hidden_layers * per_layer
+def _weights(shape: ModelShape) -> dict[str, list[Matrices]]:
+    """Every weight of the backbone, vectors as matrices of one row."""
+    layers, hidden, inter = shape.num_hidden_layers, shape.hidden_size, shape.moe_intermediate_size
+    experts, shared = layers * shape.n_routed_experts, layers * shape.n_shared_experts
+    copies, engrams = shape.hc_mult, shape.num_engram_layers
+    indexers, sources = len(shape.index_source_layer_ids), len(shape.kv_source_layer_ids)
+    heads, mixes = shape.index_n_heads, copies * (copies + 2)
+    norms = 2 * hidden + shape.q_lora_rank + shape.head_dim
+    # Attention sinks, router biases (text, image), hyper-connection bases and scales.
+    constants = shape.num_attention_heads + 2 * shape.n_routed_experts + 2 * (mixes + 3)
+    return {
+        "routed_experts": [(experts, fp4_bytes, 3 * inter, hidden)],
+        "engram_tables": [(1, fp8_row_bytes, sum(shape.engram_num_embeddings),
+                           shape.engram_head_dim)],
+        "attention": [(layers, fp8_bytes, *matrix) for matrix in attention_matrices(shape)],
+        "shared_experts": [(2 * shared, fp8_bytes, inter, hidden),
+                           (shared, fp8_bytes, hidden, inter)],
+        "embed_head": [(2, bf16_bytes, shape.vocab_size, hidden)],
+        "engram_projections": [(engrams, fp8_bytes, *engram_matrix(shape))],
+        "router": [(layers, bf16_bytes, shape.n_routed_experts, hidden)],
+        "index_compress": [  # of indexers queries and head weights, of sources keys, compressors
+            (indexers, fp8_bytes, heads * shape.index_head_dim, shape.q_lora_rank),
+            (indexers, bf16_bytes, heads, hidden),
+            (sources, bf16_bytes, shape.index_head_dim, shape.head_dim),
+            (shape.num_compressors, bf16_bytes, shape.head_dim, hidden)],
+        "hyper_connections": [(2 * layers, f32_bytes, mixes, copies * hidden)],
+        "small": [
+            (layers, bf16_bytes, 1, norms), (1, bf16_bytes, 1, hidden),
+            (sources, bf16_bytes, 1, shape.head_dim + shape.index_head_dim),
+            (2 * engrams, bf16_bytes, copies, hidden),  # the gates' vectors
+            (layers, f32_bytes, 1, constants)],
+    }  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from math import inf
 from pathlib import Path
 
-from mdi_shared.errors import ConfigError
+from mdi_shared.errors import ConfigError, is_number, require
 from mdi_shared.json_input import read_json, require_object
 
 
@@ -29,12 +29,11 @@ class Hardware:
     nvlink_bytes_per_s: float
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise ConfigError("name", self.name, "must be a text")
+        require(isinstance(self.name, str) and self.name != "", "name", self.name, "must be a text")
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
-                raise ConfigError(field.name, value, "must be a finite number above 0")
+            holds = is_number(value) and 0 < value < inf
+            require(holds, field.name, value, "must be a finite number above 0")
 
 
 # NVIDIA H100 Tensor Core GPU datasheet, SXM; its tensor figures "with sparsity" are halved.

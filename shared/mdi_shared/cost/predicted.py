@@ -18,7 +18,7 @@ from mdi_shared.cost.roofline import Efficiencies, RooflineCost
 from mdi_shared.cost.shape import ModelShape, shape_from_mapping
 from mdi_shared.cost.step_cost import HostCost
 from mdi_shared.cost.work import StepWork
-from mdi_shared.errors import ConfigError
+from mdi_shared.errors import ConfigError, is_number, require
 from mdi_shared.json_input import require_mapping, require_object
 
 KIND = "predicted"
@@ -113,6 +113,5 @@ def _efficiencies(where: str, data: object) -> Efficiencies:
     stated = require_object(where, data, names)
     for name, value in stated.items():
         may_be_absent = name == "tensor_bf16" and value is None
-        if (isinstance(value, bool) or not isinstance(value, int | float)) and not may_be_absent:
-            raise ConfigError(f"{where}.{name}", value, "must be a number")
+        require(may_be_absent or is_number(value), f"{where}.{name}", value, "must be a number")
     return Efficiencies(**stated)

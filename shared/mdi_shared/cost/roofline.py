@@ -14,7 +14,7 @@ from mdi_shared.cost.shape import ModelShape
 from mdi_shared.cost.step_cost import HostCost
 from mdi_shared.cost.traffic import ByComponent, step_bytes, step_flops
 from mdi_shared.cost.work import StepWork, decode_work
-from mdi_shared.errors import ConfigError
+from mdi_shared.errors import require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,18 +36,11 @@ class Efficiencies:
     tensor_bf16: float | None = None
 
     def __post_init__(self) -> None:
-        for field, value in (
-            ("tensor", self.tensor),
-            ("vector", self.vector),
-            ("memory", self.memory),
-            ("link", self.link),
-            ("tensor_bf16", self.bf16),
-        ):
-            if not 0 < value <= 1:
-                raise ConfigError(field, value, "must be above 0 and at most 1")
-        if self.overhead_ns_per_layer < 0:
-            raise ConfigError("overhead_ns_per_layer", self.overhead_ns_per_layer,
-                              "must be at least 0")  # fmt: skip
+        shares = {name: getattr(self, name) for name in ("tensor", "vector", "memory", "link")}
+        for name, value in {**shares, "tensor_bf16": self.bf16}.items():
+            require(0 < value <= 1, name, value, "must be above 0 and at most 1")
+        require(self.overhead_ns_per_layer >= 0, "overhead_ns_per_layer",
+                self.overhead_ns_per_layer, "must be at least 0")  # fmt: skip
 
     @property
     def bf16(self) -> float:
@@ -102,12 +95,9 @@ class RooflineCost:
         efficiencies: Efficiencies | None = None,
         host: HostCost | None = None,
     ) -> None:
-        share = efficiencies if efficiencies is not None else Efficiencies()
-        self.hardware = hardware
-        self.efficiencies = share
-        self.host = host if host is not None else HostCost()
-        self.shape = shape
-        self.ep = ep
+        self.hardware, self.shape, self.ep = hardware, shape, ep
+        self.efficiencies = share = Efficiencies() if efficiencies is None else efficiencies
+        self.host = HostCost() if host is None else host
         fp8 = 1e9 / (hardware.fp8_flops_per_s * share.tensor)
         bf16 = 1e9 / (hardware.bf16_flops_per_s * share.bf16)
         fp32 = 1e9 / (hardware.fp32_flops_per_s * share.vector)
@@ -120,7 +110,6 @@ class RooflineCost:
         rates[ByComponent._fields.index("index_scores")] *= 2
         self._compute = tuple(rates)
         self._memory = (hbm, hbm, hbm, hbm, hbm, hbm, link, hbm)
-        assert len(self._compute) == len(self._memory) == len(ByComponent._fields)
         self._overhead_ns = float(shape.num_hidden_layers * share.overhead_ns_per_layer)
         step_bytes(shape, decode_work(shape, []), ep)  # raises when ep does not divide the experts
 

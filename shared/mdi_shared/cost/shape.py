@@ -7,17 +7,18 @@ executor's model configuration, and it reads no file.
 Read next: `footprint.py` (weights), `work.py` (rows, pairs and FLOPs of a step), `step_cost.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
-from mdi_shared.errors import ConfigError
+from mdi_shared.errors import ConfigError, Rule, require_rules
 
 SCALE_GROUP = 32  # values per E8M0 scale byte of index keys and window entries
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Dimensions of one DeepSeek-V4.1-like model; layers are the backbone's.
 
@@ -59,89 +60,94 @@ class ModelShape:
     replay_keep_tokens: int = 0
 
     def __post_init__(self) -> None:
+        require_rules(self, self._rules())
+
+    def _rules(self) -> Iterator[Rule]:
         ratios, boundary = self.compress_ratios, self.n_prefill_layer
-        _require(bool(ratios) and all(r in (0, 1, 2) for r in ratios), "compress_ratios", ratios,
-                 "needs one of 0, 1, 2 per layer")  # fmt: skip
-        _require(all(r == 1 for r in ratios[boundary:]), "compress_ratios", ratios,
-                 "must stay 1 from the first ratio-1 layer on")  # fmt: skip
-        for name in ("kv_source_layer_ids", "index_source_layer_ids"):
-            layers = getattr(self, name)
-            _require(list(layers) == sorted(set(layers)), name, layers, "must be ascending")
-            _require(all(0 <= i < len(ratios) and ratios[i] for i in layers), name, layers,
-                     "must name layers of ratio 1 or 2")  # fmt: skip
-        indexed = self.index_source_layer_ids
-        sources = self.kv_source_layer_ids
-        _require(all(i in indexed for i in sources), "kv_source_layer_ids", sources,
-                 f"must be among the index sources {indexed}")  # fmt: skip
+        yield ("compress_ratios", bool(ratios) and all(r in (0, 1, 2) for r in ratios),
+               "needs one of 0, 1, 2 per layer")  # fmt: skip
+        yield ("compress_ratios", all(r == 1 for r in ratios[boundary:]),
+               "must stay 1 from the first ratio-1 layer on")  # fmt: skip
+        sources, indexed = self.kv_source_layer_ids, self.index_source_layer_ids
+        for name, layers in (("kv_source_layer_ids", sources), ("index_source_layer_ids", indexed)):
+            yield name, list(layers) == sorted(set(layers)), "must be ascending"
+            yield (name, all(0 <= i < len(ratios) and ratios[i] for i in layers),
+                   "must name layers of ratio 1 or 2")  # fmt: skip
+        yield ("kv_source_layer_ids", set(sources) <= set(indexed),
+               f"must be among the index sources {indexed}")  # fmt: skip
         candidate = self.candidate_source_layer_id
-        _require(candidate in indexed and candidate >= boundary, "candidate_source_layer_id",
-                 candidate, f"must be an index source of ratio 1, from {boundary} on")  # fmt: skip
-        engrams, tables = self.engram_layer_ids, self.engram_num_embeddings
-        _require(all(0 <= i < boundary for i in engrams), "engram_layer_ids", engrams,
-                 f"must be below the first ratio-1 layer, {boundary}")  # fmt: skip
-        _require(len(tables) == len(engrams), "engram_num_embeddings", tables,
-                 "needs one number of rows per Engram layer")  # fmt: skip
+        yield ("candidate_source_layer_id", candidate in indexed and candidate >= boundary,
+               f"must be an index source of ratio 1, from {boundary} on")  # fmt: skip
+        yield ("engram_layer_ids", all(0 <= i < boundary for i in self.engram_layer_ids),
+               f"must be below the first ratio-1 layer, {boundary}")  # fmt: skip
+        yield ("engram_num_embeddings",
+               len(self.engram_num_embeddings) == len(self.engram_layer_ids),
+               "needs one number of rows per Engram layer")  # fmt: skip
         keep = self.replay_keep_tokens
-        _require(keep == 0 or keep >= self.sliding_window, "replay_keep_tokens", keep,
-                 f"must be 0 (off) or at least sliding_window = {self.sliding_window}")  # fmt: skip
+        yield ("replay_keep_tokens", keep == 0 or keep >= self.sliding_window,
+               f"must be 0 (off) or at least sliding_window = {self.sliding_window}")  # fmt: skip
 
     def __hash__(self) -> int:
         # Caches are keyed by shapes in hot paths; hashing thirty fields there would dominate.
         return hash((self.name, self.replay_keep_tokens))
 
-    # Layers of each kind
+    # Layers of each kind. Counted once: every step asks for them.
 
-    @property
+    @cached_property
     def num_hidden_layers(self) -> int:
         return len(self.compress_ratios)
 
-    @property
+    @cached_property
     def n_prefill_layer(self) -> int:
         """First ratio-1 layer: layers before it are producers, it and all after it consumers."""
         ratios = self.compress_ratios
         return ratios.index(1) if 1 in ratios else len(ratios)
 
-    @property
+    @cached_property
     def num_producer_layers(self) -> int:
         return self.n_prefill_layer
 
-    @property
+    @cached_property
     def num_consumer_layers(self) -> int:
         return self.num_hidden_layers - self.n_prefill_layer
 
-    @property
+    @cached_property
     def num_core_r2_layers(self) -> int:
         """Layers that attend to selected ratio-2 entries."""
         return self.compress_ratios.count(2)
 
-    @property
+    @cached_property
     def num_core_r1_layers(self) -> int:
         return self.compress_ratios.count(1)
 
-    @property
+    @cached_property
     def num_index_r2_layers(self) -> int:
         """Layers that score every visible ratio-2 entry."""
-        return len(layers_below(self.index_source_layer_ids, self.n_prefill_layer))
+        return sum(i < self.n_prefill_layer for i in self.index_source_layer_ids)
 
-    @property
+    @cached_property
     def num_index_r1_layers(self) -> int:
         """Ratio-1 layers that score every visible entry: up to the candidate source."""
-        before = layers_below(self.index_source_layer_ids, self.candidate_source_layer_id + 1)
-        return len(before) - self.num_index_r2_layers
+        last = self.candidate_source_layer_id
+        return sum(self.n_prefill_layer <= i <= last for i in self.index_source_layer_ids)
 
-    @property
+    @cached_property
     def num_candidate_layers(self) -> int:
         """Index layers after the candidate source; they score its candidate blocks only."""
-        full = self.num_index_r2_layers + self.num_index_r1_layers
-        return len(self.index_source_layer_ids) - full
+        return sum(i > self.candidate_source_layer_id for i in self.index_source_layer_ids)
 
-    @property
+    @cached_property
     def num_kv_source_r2_layers(self) -> int:
-        return len(layers_below(self.kv_source_layer_ids, self.n_prefill_layer))
+        return sum(i < self.n_prefill_layer for i in self.kv_source_layer_ids)
 
-    @property
+    @cached_property
     def num_kv_source_r1_layers(self) -> int:
         return len(self.kv_source_layer_ids) - self.num_kv_source_r2_layers
+
+    @property
+    def num_compressors(self) -> int:
+        """Projections of the KV compressors: ratio-2 ones have a value and a gate."""
+        return 2 * self.num_kv_source_r2_layers + self.num_kv_source_r1_layers
 
     @property
     def num_engram_layers(self) -> int:
@@ -154,22 +160,22 @@ class ModelShape:
 
     # Bytes of state (docs/model.md, "Where each state lives")
 
-    @property
+    @cached_property
     def entry_bytes(self) -> int:
         """One compressed KV entry: E2M1 codes and an E4M3 scale per 16."""
         return self.head_dim // 2 + self.head_dim // 16
 
-    @property
+    @cached_property
     def index_key_bytes(self) -> int:
         """One index key: E2M1 codes and an E8M0 scale per 32."""
         return self.index_head_dim // 2 + self.index_head_dim // SCALE_GROUP
 
-    @property
+    @cached_property
     def window_bytes(self) -> int:
         """One token in one layer's window ring: E4M3 codes and an E8M0 scale per 32."""
         return self.head_dim + self.head_dim // SCALE_GROUP
 
-    @property
+    @cached_property
     def kv_bytes_per_token(self) -> Fraction:
         """Compressed entries and index keys per token of context, all KV sources, exact."""
         entries = Fraction(self.num_kv_source_r2_layers, 2) + self.num_kv_source_r1_layers
@@ -197,11 +203,6 @@ class ModelShape:
         return self.ring_bytes_per_slot + self.tail_bytes_per_slot
 
 
-def layers_below(layer_ids: tuple[int, ...], stop: int) -> tuple[int, ...]:
-    """Return those of `layer_ids` below `stop`."""
-    return tuple(i for i in layer_ids if i < stop)
-
-
 def shape_by_name(name: str) -> ModelShape:
     """Return a built-in shape; raise `ConfigError` listing the names when there is none such."""
     if name not in SHAPES:
@@ -221,11 +222,6 @@ def shape_from_mapping(stated: Mapping[str, Any]) -> ModelShape:
         raise ConfigError(f"shape.{name}", None, "is missing")
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stated.items()}
     return ModelShape(**values)
-
-
-def _require(holds: bool, field: str, value: object, allowed: str) -> None:
-    if not holds:
-        raise ConfigError(field, value, allowed)
 
 
 # DeepSeek-V4.1-Flash as released (config.json of deepseek-ai/DeepSeek-V4.1-Flash).

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from mdi_shared.cost.flops import coefficients
-from mdi_shared.cost.footprint import engram_row_bytes, expert_bytes, weight_bytes
+from mdi_shared.cost.footprint import bf16_bytes, expert_bytes, fp8_row_bytes, weight_bytes
 from mdi_shared.cost.shape import ModelShape
 from mdi_shared.cost.work import StepWork
 from mdi_shared.errors import ConfigError
@@ -32,64 +32,54 @@ class ByComponent(NamedTuple):
 
 
 class _Traffic(NamedTuple):
-    """Bytes a shape multiplies its work by; layers are in `WorkCoefficients`."""
+    """Bytes a shape multiplies its work by, other than those of its cache entries."""
 
     engram_weights: int
     engram_row: int
     hyper_weights: int
     hyper_row: int  # per row and layer
     dense_weights: int
-    embed_row: int
-    index_key: int
-    window_entry: int
-    core_entry: int
     kv_per_two_tokens: int
     expert: int
     send_row: int  # per row, layer and receiving rank, there and back
     head_weights: int
-    logit_row: int
 
 
 @lru_cache(maxsize=64)
 def _traffic(shape: ModelShape) -> _Traffic:
     weights, hidden = weight_bytes(shape), shape.hidden_size
     dense = ("attention", "shared_experts", "router", "index_compress", "small")
+    engram_rows = shape.num_engram_layers * shape.engram_rows_per_token
     return _Traffic(
         engram_weights=weights["engram_projections"],
-        engram_row=shape.num_engram_layers * shape.engram_rows_per_token * engram_row_bytes(shape),
+        engram_row=fp8_row_bytes(engram_rows, shape.engram_head_dim),
         hyper_weights=weights["hyper_connections"],
         # Per sublayer, in bf16: the copies in and out, the mixed input out, the output in.
         hyper_row=2 * 2 * (2 * shape.hc_mult + 2) * hidden,
         dense_weights=sum(weights[part] for part in dense),
-        embed_row=2 * hidden,
-        index_key=shape.index_key_bytes,
-        window_entry=shape.window_bytes,
-        core_entry=shape.entry_bytes,
         kv_per_two_tokens=int(2 * shape.kv_bytes_per_token),
         expert=expert_bytes(shape),
         # FP8 with a scale per 32 on the way out, bf16 on the way back.
-        send_row=hidden + hidden // 32 + 2 * hidden,
+        send_row=fp8_row_bytes(1, hidden) + bf16_bytes(1, hidden),
         head_weights=weights["embed_head"] // 2,
-        logit_row=4 * shape.vocab_size,
     )
 
 
 def step_flops(shape: ModelShape, work: StepWork) -> ByComponent:
     """Return the FP8-equivalent FLOPs of a step by component; they sum to `flops_total`."""
-    c = coefficients(shape)
-    rows, consumers = work.rows, work.consumer_rows
-    dense = (c.attn_row + c.ffn_row) * rows
-    dense += (c.attn_consumer_row + c.ffn_consumer_row) * consumers + c.key_row * work.key_rows
+    c, rows, consumers = coefficients(shape), work.rows, work.consumer_rows
+    layer_rows = _layer_rows(shape, work)
     return ByComponent(
         c.engram_row * rows,
-        c.hyper_row * rows + c.hyper_consumer_row * consumers + c.boundary_row * (rows - consumers),
-        dense,
+        c.hyper_layer_row * layer_rows + c.boundary_row * (rows - consumers),
+        c.attn_row * rows + c.attn_consumer_row * consumers + c.key_row * work.key_rows
+        + c.ffn_layer_row * layer_rows,
         c.index_pair * (work.idx_pairs_r2 + work.idx_pairs_r1),
         c.core_pair * (work.core_pairs + work.swa_pairs),
-        c.experts_row * rows + c.experts_consumer_row * consumers,
+        c.experts_layer_row * layer_rows,
         0,
         c.logit_row * work.logit_rows,
-    )
+    )  # fmt: skip
 
 
 def step_bytes(shape: ModelShape, work: StepWork, ep: int = 1) -> ByComponent:
@@ -104,28 +94,31 @@ def step_bytes(shape: ModelShape, work: StepWork, ep: int = 1) -> ByComponent:
         raise ConfigError("ep", ep, f"must divide n_routed_experts = {shape.n_routed_experts}")
     if work.rows == 0:
         return ByComponent(0, 0, 0, 0, 0, 0, 0, 0)
-    c, t = coefficients(shape), _traffic(shape)
-    rows, consumers, sum_k = work.rows, work.consumer_rows, work.sum_k
-    layer_rows = c.producer_layers * rows + c.consumer_layers * consumers
-    half_k = sum_k // 2
-    keys = min(work.idx_pairs_r2, c.index_r2_layers * half_k)
-    keys += min(work.idx_pairs_r1, (c.index_r1_layers + c.candidate_layers) * sum_k)
-    entries = min(work.core_pairs, c.core_r2_layers * half_k + c.core_r1_layers * sum_k)
+    t, rows, half_k, sum_k = _traffic(shape), work.rows, work.sum_k // 2, work.sum_k
+    layer_rows = _layer_rows(shape, work)
+    keys = min(work.idx_pairs_r2, shape.num_index_r2_layers * half_k)
+    full_layers = shape.num_index_r1_layers + shape.num_candidate_layers
+    keys += min(work.idx_pairs_r1, full_layers * sum_k)
+    own = shape.num_core_r2_layers * half_k + shape.num_core_r1_layers * sum_k
     # In each layer a sequence's rows reach their own entries and a window before the first.
-    before = (c.producer_layers + c.consumer_layers) * (shape.sliding_window - 1) * work.n_seqs
+    before = shape.num_hidden_layers * (shape.sliding_window - 1) * work.n_seqs
     window = min(work.swa_pairs, layer_rows + before) + layer_rows  # the rows are written, too
-    experts = c.producer_layers * distinct_experts(shape, rows * ep)
-    experts += c.consumer_layers * distinct_experts(shape, consumers * ep)
+    experts = shape.num_producer_layers * distinct_experts(shape, rows * ep)
+    experts += shape.num_consumer_layers * distinct_experts(shape, work.consumer_rows * ep)
     return ByComponent(
         t.engram_weights + t.engram_row * rows,
         t.hyper_weights + t.hyper_row * layer_rows,
-        t.dense_weights + t.embed_row * rows + t.kv_per_two_tokens * rows // 2,
-        t.index_key * keys,
-        t.core_entry * entries + t.window_entry * window,
+        t.dense_weights + 2 * shape.hidden_size * rows + t.kv_per_two_tokens * rows // 2,
+        shape.index_key_bytes * keys,
+        shape.entry_bytes * min(work.core_pairs, own) + shape.window_bytes * window,
         int(t.expert * experts / ep + 0.5),
         int(2 * t.send_row * layer_rows * _other_ranks(shape, ep) + 0.5),
-        t.head_weights + t.logit_row * work.logit_rows,
+        t.head_weights + 4 * shape.vocab_size * work.logit_rows,
     )
+
+
+def _layer_rows(shape: ModelShape, work: StepWork) -> int:
+    return shape.num_producer_layers * work.rows + shape.num_consumer_layers * work.consumer_rows
 
 
 def distinct_experts(shape: ModelShape, rows: int) -> float:

@@ -9,6 +9,7 @@ Read next: `pairs.py` and `flops.py` (the formulas), `traffic.py` (bytes), `step
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -84,33 +85,18 @@ def add_work(a: StepWork, b: StepWork) -> StepWork:
         return b
     if b.n_seqs == 0:
         return a
-    return StepWork(
-        a.is_prefill,
-        a.n_seqs + b.n_seqs,
-        a.rows + b.rows,
-        a.consumer_rows + b.consumer_rows,
-        a.logit_rows + b.logit_rows,
-        a.sum_k + b.sum_k,
-        max(a.max_k, b.max_k),
-        min(a.min_k, b.min_k),
-        a.sum_qk + b.sum_qk,
-        a.key_rows + b.key_rows,
-        a.idx_pairs_r2 + b.idx_pairs_r2,
-        a.idx_pairs_r1 + b.idx_pairs_r1,
-        a.core_pairs + b.core_pairs,
-        a.swa_pairs + b.swa_pairs,
-        a.flops_attn + b.flops_attn,
-        a.flops_total + b.flops_total,
+    sums = StepWork._make(x + y for x, y in zip(a, b, strict=True))
+    return sums._replace(
+        is_prefill=a.is_prefill, max_k=max(a.max_k, b.max_k), min_k=min(a.min_k, b.min_k)
     )
 
 
 def _sum_work(shape: ModelShape, rows: Iterable[PromptRow], *, is_prefill: bool) -> StepWork:
-    c = coefficients(shape)
-    keep = shape.replay_keep_tokens if is_prefill else 0
+    c, keep = coefficients(shape), shape.replay_keep_tokens if is_prefill else 0
     window, topk = shape.sliding_window, shape.index_topk
     block, num_blocks = shape.candidate_block_size, shape.candidate_topk_blocks
     n_seqs = total_q = consumers = sum_k = max_k = min_k = sum_qk = 0
-    keys = idx_r2 = idx_r1 = core = swa = 0
+    made = idx_r2 = idx_r1 = core = swa = 0
     for q, k, prompt_len in rows:
         start = k - q
         assert 0 <= start < k, f"a sequence cannot run {q} rows up to context length {k}"
@@ -123,16 +109,16 @@ def _sum_work(shape: ModelShape, rows: Iterable[PromptRow], *, is_prefill: bool)
         max_k, min_k = max(max_k, k), min(min_k, k) if min_k else k
         sum_qk += q * k
         # Decode charges a key per row, whether or not the row completes an entry (R31).
-        keys += c.source_r2_layers * (max(k // 2 - start // 2, 1) if is_prefill else q)
+        made += max(k // 2 - start // 2, 1) if is_prefill else q
         idx_r2 += pairs(start, k, 2)
-        idx_r1 += c.index_r1_layers * pairs(first, k, 1)
-        idx_r1 += c.candidate_layers * candidate_pairs(first, k, block, num_blocks)
-        core += c.core_r2_layers * pairs(start, k, 2, topk)
-        core += c.core_r1_layers * pairs(first, k, 1, topk)
-        swa += c.producer_layers * window_pairs(start, k, window)
-        swa += c.consumer_layers * window_pairs(first, k, window, valid_from)
-    keys += c.source_r1_layers * total_q
-    idx_r2 *= c.index_r2_layers
+        idx_r1 += shape.num_index_r1_layers * pairs(first, k, 1)
+        idx_r1 += shape.num_candidate_layers * candidate_pairs(first, k, block, num_blocks)
+        core += shape.num_core_r2_layers * pairs(start, k, 2, topk)
+        core += shape.num_core_r1_layers * pairs(first, k, 1, topk)
+        swa += shape.num_producer_layers * window_pairs(start, k, window)
+        swa += shape.num_consumer_layers * window_pairs(first, k, window, valid_from)
+    keys = shape.num_kv_source_r2_layers * made + shape.num_kv_source_r1_layers * total_q
+    idx_r2 *= shape.num_index_r2_layers
     attn, total = c.flops(total_q, consumers, keys, core + swa, idx_r2 + idx_r1)
     logits = n_seqs if is_prefill else total_q
     return StepWork(
@@ -170,14 +156,14 @@ class DecodeWork:
         n = len(contexts)
         sum_k = self._sums[n] + n * j
         odd = n - self._odd if j & 1 else self._odd
-        keys = (c.source_r2_layers + c.source_r1_layers) * n
-        idx_r2 = c.index_r2_layers * ((sum_k - odd) // 2)
-        idx_r1 = c.index_r1_layers * sum_k
-        if c.candidate_layers:
-            idx_r1 += c.candidate_layers * shape.candidate_block_size * self._blocks.at(j)
-        core = c.core_r2_layers * self._groups.at(j)
-        core += c.core_r1_layers * self._capped(j, shape.index_topk)
-        swa = (c.producer_layers + c.consumer_layers) * self._capped(j, shape.sliding_window)
+        keys = (shape.num_kv_source_r2_layers + shape.num_kv_source_r1_layers) * n
+        idx_r2 = shape.num_index_r2_layers * ((sum_k - odd) // 2)
+        idx_r1 = shape.num_index_r1_layers * sum_k
+        if shape.num_candidate_layers:
+            idx_r1 += shape.num_candidate_layers * shape.candidate_block_size * self._blocks.at(j)
+        core = shape.num_core_r2_layers * self._groups.at(j)
+        core += shape.num_core_r1_layers * self._capped(j, shape.index_topk)
+        swa = shape.num_hidden_layers * self._capped(j, shape.sliding_window)
         attn, total = c.flops(n, n, keys, core + swa, idx_r2 + idx_r1)
         return StepWork(
             False, n, n, n, n, sum_k, contexts[-1] + j, contexts[0] + j, sum_k,
@@ -190,35 +176,32 @@ class DecodeWork:
         return self._sums[below] + below * j + (len(self._contexts) - below) * cap
 
 
+@dataclass(slots=True)
 class _CappedGroups:
     """Sum of min(floor((k + j + shift) / ratio), cap) over ascending contexts k, for any j."""
 
-    __slots__ = ("_below", "_by_phase", "_cap", "_contexts", "_ratio", "_shift")
-
-    def __init__(self, contexts: list[int], shift: int, ratio: int, cap: int) -> None:
-        self._contexts = contexts
-        self._shift = shift
-        self._ratio = ratio
-        self._cap = cap
-        self._below = -1  # contexts counted in _by_phase; none yet
-        self._by_phase: list[int] = []
+    contexts: list[int]
+    shift: int
+    ratio: int
+    cap: int
+    _below: int = -1  # contexts counted in _by_phase; none yet
+    _by_phase: list[int] = field(default_factory=list)
 
     def at(self, j: int) -> int:
-        below = bisect_left(self._contexts, self._ratio * self._cap - self._shift - j)
+        below = bisect_left(self.contexts, self.ratio * self.cap - self.shift - j)
         if below != self._below:
             self._recount(below)
-        turns, phase = divmod(j, self._ratio)
-        capped = len(self._contexts) - below
-        return self._by_phase[phase] + below * turns + capped * self._cap
+        turns, phase = divmod(j, self.ratio)
+        capped = len(self.contexts) - below
+        return self._by_phase[phase] + below * turns + capped * self.cap
 
     def _recount(self, below: int) -> None:
         """Sum over the first `below` contexts, which are under the cap, for j = 0..ratio - 1."""
-        ratio, shift = self._ratio, self._shift
-        members = self._contexts[:below]
-        assert ratio <= 256, "places are counted as bytes"
-        places = bytes([(k + shift) % ratio for k in members])
-        counts = [places.count(place) for place in range(ratio)]
-        total = (sum(members) + shift * below - sum(places)) // ratio
+        members = self.contexts[:below]
+        assert self.ratio <= 256, "places are counted as bytes"
+        places = bytes([(k + self.shift) % self.ratio for k in members])
+        counts = [places.count(place) for place in range(self.ratio)]
+        total = (sum(members) + self.shift * below - sum(places)) // self.ratio
         # One more token completes a group for those at the last place of theirs.
         self._by_phase = list(accumulate(counts[:0:-1], initial=total))
         self._below = below

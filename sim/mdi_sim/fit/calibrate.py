@@ -34,7 +34,7 @@ from mdi_sim.fit.host import fit_host
 from mdi_sim.fit.steps import fit_steps
 from mdi_traces.columns import ints
 from mdi_traces.io import read_table
-from mdi_traces.run import run_prefix
+from mdi_traces.saving import RUN_ENDINGS, run_files, run_prefix
 from mdi_traces.schema import (
     METADATA_KEY,
     REQUESTS,
@@ -86,8 +86,8 @@ def read_recorded(path: str | os.PathLike[str], *, of_group: bool = False) -> Re
     Raises `TraceError` when they cannot be read, have another schema version than today's (older
     ones lack host times), come from several ranks, or for `of_group` do not.
     """
-    base = run_prefix(path)
-    file = f"{base}.steps.parquet"
+    base, files = run_prefix(path), run_files(path)
+    file = str(files.get(STEPS, f"{base}{RUN_ENDINGS[STEPS]}"))
     table, metadata = read_table(file, STEPS)
     version = json.loads(pq.read_schema(file).metadata[METADATA_KEY])["schema_version"]
     if version != SCHEMA_VERSION:  # which `read_table` brought up to today's
@@ -103,7 +103,7 @@ def read_recorded(path: str | os.PathLike[str], *, of_group: bool = False) -> Re
         raise TraceError(file, "is of one rank: what a group adds (--base) is fitted to runs of "
                          "several")  # fmt: skip
     digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    requests, _ = read_table(f"{base}.requests.parquet", REQUESTS)
+    requests, _ = read_table(files.get(REQUESTS, f"{base}{RUN_ENDINGS[REQUESTS]}"), REQUESTS)
     return Recorded(Path(base).name, digest, table, requests, metadata)
 
 

@@ -15,6 +15,7 @@ from mdi_shared.cost.group import GroupCost
 from mdi_shared.cost.linear import LinearCost
 from mdi_shared.cost.step_cost import HostCost, StepCost
 from mdi_shared.cost.work import StepWork
+from mdi_shared.errors import is_number
 
 PREFILL, DECODE = "prefill", "decode"
 
@@ -66,7 +67,7 @@ def held_out_error(cost: StepCost) -> ModelError | None:
     for kind in (PREFILL, DECODE):
         part = cost.fit.get(kind)
         error = part.get("held_out_mape") if isinstance(part, Mapping) else None
-        if isinstance(error, bool) or not isinstance(error, int | float) or not error >= 0:
+        if not is_number(error) or not error >= 0:
             return None
         found[kind] = float(error)
     return ModelError(found[PREFILL], found[DECODE])

@@ -134,9 +134,9 @@ def _take_items(plan, ring, words, scales, tiles, queue, num_blocks):
                 "handle", f"mdi::load_weights<{plan.stages}, {plan.blocks}>",
                 T.address_of(ring.ready[0]), T.address_of(ring.free[0]),
                 T.address_of(ring.codes[0]), T.address_of(ring.scales[0]),
-                T.address_of(words[expert, 0, item % plan.bands * BAND, 0]),
-                T.address_of(scales[expert, 0, item % plan.bands * BAND, 0]), plan.n,
-                T.min(plan.n - item % plan.bands * BAND, BAND), stage, phase,
+                T.address_of(words[0, 0, 0, 0]), T.address_of(scales[0, 0, 0, 0]), expert, plan.n,
+                item % plan.bands * BAND, T.min(plan.n - item % plan.bands * BAND, BAND), stage,
+                phase,
             )  # fmt: skip
     T.call_extern("handle", "mdi::leave", T.address_of(queue[0]), num_blocks)
 

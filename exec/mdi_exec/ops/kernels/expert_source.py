@@ -100,10 +100,11 @@ __device__ __forceinline__ void load_tokens(const CUtensorMap& x, Barrier* ready
 template <int kStages, int kBlocks>
 __device__ __forceinline__ void load_weights(Barrier* ready, Barrier* free, void* codes,
                                              void* scales, const void* all_codes,
-                                             const void* all_scales, int n, int rows, int& stage,
-                                             int& phase) {
-  const unsigned char* from = static_cast<const unsigned char*>(all_codes);
-  const unsigned char* by = static_cast<const unsigned char*>(all_scales);
+                                             const void* all_scales, int expert, int n, int first,
+                                             int rows, int& stage, int& phase) {
+  const size_t row = static_cast<size_t>(expert) * kBlocks * n + first;
+  const unsigned char* from = static_cast<const unsigned char*>(all_codes) + row * 64;
+  const unsigned char* by = static_cast<const unsigned char*>(all_scales) + row * 4;
   const bool leads = cute::elect_one_sync();
   Place<kStages> at{stage, phase};
   #pragma unroll 1

@@ -21,7 +21,6 @@ from mdi_exec.ops.packing import FP4_BLOCK, block_of
 from mdi_exec.ops.quantise import GROUP
 from mdi_exec.ops.routing import RowGroups
 
-LARGEST_WIDE_TILE = 96  # beyond, wide blocks outgrow shared memory
 FEW_ROWS = 64  # up to here a dense product reads codes; beyond, expanded weights pay
 
 
@@ -149,9 +148,9 @@ def portable_expert_gemm(
     (rows, k), n, experts = x.shape, weights.out_width, weights.codes.shape[0]
     out = torch.empty(rows, n, dtype=torch.bfloat16, device=x.device)
     if rows:
-        # A wide block multiplies more for every token it loads.
-        shape = (256, 3, 2) if tile <= LARGEST_WIDE_TILE else (128, 4, 2)
-        run = compiled(portable_expert_program, n, k, experts, tile, *shape)
+        # 64 rows for each warpgroup: with more, the compiler orders the decoded rows in another way
+        # than the product's.
+        run = compiled(portable_expert_program, n, k, experts, tile, 128, 4, 2)
         run(x, weights.codes, weights.scales.view(torch.uint8), groups.tile_expert,
             groups.tile_start, groups.offsets, out)  # fmt: skip
     return out
@@ -188,6 +187,6 @@ SAMPLES = (
     Sample(weight_gemm, (1280, 5120, 1, 16, 128, 64, 4, 1, True)),
     Sample(weight_gemm, (1280, 5120, 1, 16, 128, 64, 4, 1, False)),
     Sample(weight_gemm, (64, 128, 1, 16, 128, 64, 4, 1, True)),
-    Sample(portable_expert_program, (4608, 5120, 384, 80, 256, 3, 2)),
-    Sample(portable_expert_program, (128, 64, 16, 16, 256, 3, 2)),
+    Sample(portable_expert_program, (4608, 5120, 384, 80, 128, 4, 2)),
+    Sample(portable_expert_program, (128, 64, 16, 16, 128, 4, 2)),
 )
