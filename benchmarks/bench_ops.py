@@ -66,6 +66,8 @@ def work_of(call: OpCall, out: object, num_seqs: int) -> Work:
     if call.name.startswith("row_pool."):
         return Work(0.0, moved)  # the pool's rows weigh little against their values
     q = given.get("q")
+    if call.name == "attend_staged":
+        return _staged_work(given, moved)
     if not isinstance(q, Tensor) or not pools:
         return Work(0.0, moved)
     heads_width = q.shape[1] * q.shape[2]
@@ -80,6 +82,14 @@ def work_of(call: OpCall, out: object, num_seqs: int) -> Work:
     columns = outs[0].shape[-1]
     keys = num_seqs * columns * pools[0].format.bytes_per_row
     return Work(2.0 * outs[0].shape[0] * columns * heads_width, moved + keys)
+
+
+def _staged_work(given: dict[str, Any], moved: float) -> Work:
+    """Attention's operations over staged keys; of the keys, no more than all is read."""
+    q, keys = given["q"], given["keys"]
+    pairs = int((given["key_rows"] >= 0).sum())
+    spared = max(0, bytes_of(keys) - pairs * bytes_of(keys[0]))
+    return Work(4.0 * pairs * q.shape[1] * q.shape[2], moved - spared)
 
 
 def _product_work(given: dict[str, Any], out: object) -> Work:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mdi_exec.model import indexer
+from mdi_exec.model import indexer, staged_keys
 from mdi_exec.model.batch import Batch, BatchItem
 from mdi_exec.numerics import Numerics
 from mdi_exec.ops import sparse_attention
@@ -126,3 +126,18 @@ def test_blocking_of_long_prompts_changes_nothing(runner, prompts, whole, monkey
     monkeypatch.setattr(indexer, "MAX_GATHERED_VALUES", 600_000)
     monkeypatch.setattr(sparse_attention, "MAX_GATHERED_VALUES", 300_000)
     assert torch.equal(runner.prefill(runner.cache(), prompts[300]), whole[300])
+
+
+def test_staging_keys_changes_nothing(runner, prompts, whole, monkeypatch):
+    """Two chunks at once, of sequences that hold several blocks."""
+    used = []
+    monkeypatch.setattr(staged_keys, "can_stage", lambda q: not used.append(q.dtype))
+    monkeypatch.setattr(staged_keys, "MIN_ROWS", 20)
+    cache = runner.cache()
+    runner.prefill(cache, prompts[520][:200], slot=2, table=LONG)
+    items = [BatchItem(320, 520, 2, LONG, 320), BatchItem(300, 300, 3, SHORT, 300)]
+    tokens = torch.cat((prompts[520][200:], prompts[300]))
+    found = runner.model.forward(Batch.build(items, tokens), cache)
+    assert used
+    assert torch.equal(found[:320], whole[520][200:])
+    assert torch.equal(found[320:], whole[300])

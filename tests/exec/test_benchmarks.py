@@ -131,6 +131,16 @@ def test_every_op_runs_and_agrees_with_itself():
         assert {row["kernel"] for row in table} == {"no"}
 
 
+def test_attention_alone_counts_staging():
+    lines = run("bench_attention.py", "--device", "cpu", "--rows", 4, "--entries", 600).splitlines()
+    rows = json.loads(lines[-1])["table"]
+    assert [(row["selection"], row["attention"]) for row in rows] == [
+        ("random", "pools"), ("random", "staged"), ("near", "pools"), ("near", "staged")
+    ]  # fmt: skip
+    for row in rows:
+        assert (row["all in ms"] > row["ms"]) == (row["attention"] == "staged")
+
+
 def test_turns_are_made_of_their_parts():
     lines = run("bench_turns.py", "--batches", 1, 3, "--context", 100, "--steps", 60,
                 "--chunk", 64, "--max-model-len", 256).splitlines()  # fmt: skip

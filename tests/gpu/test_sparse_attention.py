@@ -8,10 +8,14 @@ from mdi_exec.ops.row_pool import RowPool, entry_format, store_rows, window_form
 from mdi_exec.ops.sparse_attention import (
     ATTENTION_MAX_ABS,
     ATTENTION_MEAN_ABS,
+    attend_staged,
+    attend_staged_ref,
+    can_stage,
     sparse_attention,
     sparse_attention_ref,
 )
 from tests.gpu.marks import gpu
+from tests.gpu.strictness import poisoned
 from tests.gpu.vectors import assert_bits, normal
 
 pytestmark = gpu
@@ -101,3 +105,71 @@ def test_a_row_does_not_depend_on_its_batch():
             entry_rows=entry_rows[part].contiguous(),
         )  # fmt: skip
         assert_bits(alone, whole[part])
+
+
+# ---- staged keys -------------------------------------------------------------------------------
+
+MANY_HEADS = (80, 64, 96)
+staged = pytest.mark.skipif(
+    not (
+        torch.cuda.is_available() and can_stage(torch.empty(0, dtype=torch.bfloat16, device="cuda"))
+    ),
+    reason="staged keys have a kernel for sm_90a",
+)
+
+
+def staged_inputs(q, window, window_rows, sink, entries, entry_rows):
+    """The same for `attend_staged`: entries first, the window's keys behind them."""
+    numbers = [torch.arange(len(pool.codes), device="cuda") for pool in (entries, window)]
+    keys = torch.cat((entries.gather(numbers[0]), window.gather(numbers[1])))
+    rows = (window_rows + len(numbers[0])).masked_fill(window_rows < 0, -1)
+    return q, keys, torch.cat((rows, entry_rows), dim=1).contiguous(), sink
+
+
+@staged
+@pytest.mark.parametrize("shape", [TRUE, TINY, MANY_HEADS], ids=["true", "tiny", "many heads"])
+@pytest.mark.parametrize("rows", [1, 3, 130, 700])
+@pytest.mark.parametrize(("window", "entries"), [(128, None), (1, 0), (77, 5), (0, 31), (0, 0)])
+def test_staged_keys_give_the_same_bits(shape, rows, window, entries):
+    given = inputs(rows, shape, window_filled=window, entries_filled=entries, seed=rows)
+    q, pool, window_rows, sink, entry_pool, entry_rows = given
+    with poisoned():
+        found = attend_staged(*staged_inputs(*given))
+        wanted = sparse_attention(
+            q, pool, window_rows, sink, entries=entry_pool, entry_rows=entry_rows
+        )
+    assert_bits(found, wanted)
+
+
+@staged
+@pytest.mark.parametrize("shape", [TRUE, TINY], ids=["true", "tiny"])
+def test_a_staged_window_gives_the_same_bits(shape):
+    q, window, window_rows, sink, _, _ = inputs(300, shape, window_filled=90)
+    keys = window.gather(torch.arange(len(window.codes), device="cuda"))
+    found = attend_staged(q, keys, window_rows, sink)
+    assert_bits(found, sparse_attention(q, window, window_rows, sink))
+
+
+@staged
+def test_staged_keys_match_the_reference_at_any_scale():
+    q, window, window_rows, sink, entries, entry_rows = inputs(140, TRUE, window_filled=100)
+    store_rows(entries, torch.arange(2048, device="cuda"), normal(2048, 512, seed=5) * 900)
+    for factor in (1, 20):
+        given = staged_inputs(q * factor, window, window_rows, sink, entries, entry_rows)
+        found, wanted = attend_staged(*given).float(), attend_staged_ref(*given).float()
+        assert torch.isfinite(found).all()
+        assert (found - wanted).norm() / wanted.norm() < 0.01
+
+
+@staged
+def test_a_staged_row_does_not_depend_on_its_batch():
+    q, keys, rows, sink = staged_inputs(*inputs(400, TRUE))
+    whole = attend_staged(q, keys, rows, sink)
+    for part in (slice(0, 1), slice(17, 30), slice(132, 265), slice(399, 400)):
+        some = attend_staged(q[part].contiguous(), keys, rows[part].contiguous(), sink)
+        assert_bits(some, whole[part])
+    moved = torch.randperm(len(keys), device="cuda")
+    elsewhere = torch.empty_like(keys)
+    elsewhere[moved] = keys
+    at = torch.where(rows < 0, -1, moved[rows.clamp(min=0)]).int()
+    assert_bits(attend_staged(q, elsewhere, at, sink), whole)

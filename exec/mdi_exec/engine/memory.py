@@ -13,10 +13,12 @@ from pathlib import Path
 import torch
 
 from mdi_exec.engine.options import GB
+from mdi_exec.model.batch import BLOCK_TOKENS
 from mdi_exec.model.cache import CacheLayout
 from mdi_exec.model.config import ModelConfig
 from mdi_exec.model.indexer import MAX_GATHERED_VALUES as INDEXER_GATHERS
 from mdi_exec.model.indexer import MAX_SCORES
+from mdi_exec.model.staged_keys import MAX_ENTRIES
 from mdi_exec.numerics import Numerics
 from mdi_exec.ops.hyper_connections import term_rows
 from mdi_exec.ops.sampler import ROWS_AT_ONCE
@@ -154,14 +156,24 @@ def workspace_bytes(
         _engram(config, limits, element, for_kernels=for_kernels, num_ranks=num_ranks),
         _head(config, limits, for_kernels=for_kernels),
     )
-    return int(MARGIN * (streams + _row_numbers(config, limits) + max(phases)))
+    staged = _staged(config, limits) if for_kernels else 0
+    return int(MARGIN * (streams + _row_numbers(config, limits) + staged + max(phases)))
 
 
 def _row_numbers(c: ModelConfig, limits: StepLimits) -> int:
     """Index tensors that live all step long: windows, selection, candidates; int64 with masks."""
-    each = 4 * c.sliding_window + 4 * c.index_topk + c.candidate_topk_blocks
+    each = 5 * c.sliding_window + 5 * c.index_topk + c.candidate_topk_blocks
     kept = 2 * limits.seqs * c.sliding_window
     return 8 * (limits.rows * each + kept)
+
+
+def _staged(c: ModelConfig, limits: StepLimits) -> int:
+    """Decoded keys: the entries of a step's sequences, up to a limit, and one layer's window."""
+    ratios = [r for r in c.compress_ratios[: c.num_hidden_layers] if r]
+    blocks = limits.seqs * -(-limits.context // BLOCK_TOKENS)
+    entries = blocks * (BLOCK_TOKENS // min(ratios)) if ratios else 0
+    window = limits.rows + limits.seqs * c.sliding_window
+    return 2 * c.head_dim * (min(entries, MAX_ENTRIES) + window)
 
 
 def _attention(c: ModelConfig, limits: StepLimits, element: int, *, for_kernels: bool) -> int:

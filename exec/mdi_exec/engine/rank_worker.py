@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from mdi_exec.engine.rank import Rank
-from mdi_exec.engine.recording import RunDescription
+from mdi_exec.engine.recording import RunHeader
 from mdi_exec.engine.request_state import Logprobs, RequestOutput
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.errors import EngineStoppedError, GroupError
@@ -100,7 +100,7 @@ class Ready:
 
     start_ns: int
     scheduler_config: SchedulerConfig
-    description: RunDescription | None
+    description: RunHeader | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ class Recording:
         """Return the tables of this rank's run so far; who still runs is marked unfinished."""
         return self.describe(scheduler).build([self.part(scheduler)])
 
-    def describe(self, scheduler: Scheduler, num_ranks: int = 1) -> "RunDescription":
+    def describe(self, scheduler: Scheduler, num_ranks: int = 1) -> "RunHeader":
         """Return what all ranks' parts have in common."""
         metadata = Metadata(
             table="requests",
@@ -126,7 +126,7 @@ class Recording:
             },
             seed=self.seed,
         )
-        return RunDescription(metadata, scheduler.config)
+        return RunHeader(metadata, scheduler.config)
 
 
 class _Row(NamedTuple):
@@ -192,7 +192,7 @@ class RankPart:
 
 
 @dataclass(frozen=True, slots=True)
-class RunDescription:
+class RunHeader:
     """Provenance and options of a run, the same for all its ranks. Picklable."""
 
     metadata: Metadata

@@ -20,7 +20,7 @@ from mdi_exec.ops.gemm import quantised_gemm
 from mdi_exec.ops.quantise import Quantised, quantise_activation
 from mdi_exec.ops.rope import rotate
 from mdi_exec.ops.row_pool import RowPool
-from mdi_exec.ops.sparse_attention import sparse_attention
+from mdi_exec.ops.sparse_attention import attend_staged, sparse_attention
 
 
 class Attention:
@@ -59,11 +59,15 @@ class Attention:
 
     def attend(self, q: Tensor, window: RowPool, ctx: StepContext) -> Tensor:
         """Return the heads' outputs [T, H, d], not yet rotated back."""
-        if self.plan.kv_source is None:
-            return sparse_attention(q, window, ctx.window_rows, self.sink)
+        source = self.plan.kv_source
+        selected = None if source is None else ctx.selected
+        staged = ctx.staged.entries(0 if source is None else self.plan.ratio)
+        if staged is not None:
+            keys = ctx.staged.keys(source, staged, window)
+            return attend_staged(q, keys, ctx.staged.key_rows(selected, staged), self.sink)
         return sparse_attention(
             q, window, ctx.window_rows, self.sink,
-            entries=ctx.cache.entries[self.plan.kv_source], entry_rows=ctx.selected,
+            entries=None if source is None else ctx.cache.entries[source], entry_rows=selected,
         )  # fmt: skip
 
 

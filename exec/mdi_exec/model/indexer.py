@@ -62,7 +62,7 @@ class Indexer:
             rows = slice(start, start + step)
             part, listed = pages.part(rows), self.listed(ctx, rows)
             scores = self.scores(queries[rows], head_weights[rows], part, listed, ctx)
-            selected, kept = self._select(scores, part, listed)
+            selected, kept = self._select(scores, part, listed, ctx)
             chosen.append(selected)
             blocks.append(kept)
         ctx.selected = torch.cat(chosen) if len(chosen) > 1 else chosen[0]
@@ -112,14 +112,14 @@ class Indexer:
         return max(1, MAX_GATHERED_VALUES // (columns * width))
 
     def _select(
-        self, scores: Tensor, pages: PagedRows, listed: Listed | None
+        self, scores: Tensor, pages: PagedRows, listed: Listed | None, ctx: StepContext
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the best entries' pool rows, int32 [R, topk], and a candidate source's blocks."""
+        """Return the best entries' rows, int32 [R, topk], and a candidate source's blocks."""
         config, visible = self.config, pages.visible
         limit = visible if listed is None else listed.num_columns(visible)
         columns = top_visible(scores, limit, config.index_topk)
         entries = columns.to(torch.int64) if listed is None else listed.entries(columns)
-        selected = pages.entry_rows(entries).to(torch.int32)
+        selected = ctx.selected_rows(self.plan.ratio, pages, entries)
         if not self.plan.is_candidate_source:
             return selected, None
         return selected, candidate_blocks(

@@ -12,6 +12,7 @@ from torch import Tensor
 from mdi_exec.model.batch import Batch
 from mdi_exec.model.cache import DeviceCache
 from mdi_exec.model.rope import RopeTables
+from mdi_exec.model.staged_keys import StagedKeys
 from mdi_exec.ops.index_scores import PagedRows
 from mdi_exec.ops.rope import Rotation
 from mdi_exec.ops.sparse_attention import NO_COLUMN, NONE
@@ -47,7 +48,8 @@ class GroupRows(NamedTuple):
 class StepContext:
     """Index tensors of one batch, made once per step; `selected` and `candidates` change by layer.
 
-    selected [T, topk]: pool rows of the entries the last index source chose, -1 = none.
+    selected [T, topk]: rows of the entries the last index source chose, -1 = none; of the pool, or
+    of `staged` where that stages a ratio's entries.
     candidates [T, C]: blocks of entries the candidate source kept, or None. `expert_counts`, when
     given, collects each layer's rows per own expert. `exchange` leads to other ranks' experts.
     Nothing here makes the host wait for the device.
@@ -76,6 +78,7 @@ class StepContext:
         rows = rows.masked_fill(~is_seen, NONE)
         self.window_rows = rows.masked_fill(self._is_no_column(window), NO_COLUMN).to(torch.int32)
         self.window_ring = self.ring(cache.layout.window_rows)
+        self.staged = StagedKeys(batch, cache, self.window_rows)
 
     def _is_no_column(self, window: int) -> Tensor:
         """Say where a row's list of window keys has ended, bool [T, W].
@@ -127,6 +130,12 @@ class StepContext:
         is_complete = batch.positions % ratio == ratio - 1
         entry = self.pages(ratio).entry_rows((first // ratio).unsqueeze(1)).squeeze(1)
         return GroupRows(members, first, is_complete, entry * is_complete)
+
+    def selected_rows(self, ratio: int, pages: PagedRows, entries: Tensor) -> Tensor:
+        """Rows, as `selected` counts them, of entries [R, M] of some rows; int32."""
+        if self.staged.entries(ratio) is None:
+            return pages.entry_rows(entries).to(torch.int32)
+        return self.staged.rows(pages, entries).to(torch.int32)
 
     def pages(self, ratio: int) -> PagedRows:
         """The step's rows and their sequences' entries, for scoring; made once for each ratio."""

@@ -111,19 +111,23 @@ class RowPool:
         self.codes[index] = rows.codes
         self.scales[index] = rows.scales
 
-    def gather(self, index: Tensor) -> Tensor:
-        """Return the values of rows `index` [...]: [..., width]; zeros where the index is -1."""
+    def gather(self, index: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the values of rows `index` [...]: [..., width]; zeros where the index is -1.
+
+        They are written to `out`, contiguous and of that shape, when it is given.
+        """
         if self.format.quantise is None:
-            return gather_rows_ref(self, index)
+            return gather_rows_ref(self, index, out)
         run = select(self.codes, ref=gather_rows_ref, kernel="row_pool.gather_rows",
                      dtypes=(torch.uint8,))  # fmt: skip
-        return run(self, index)
+        return run(self, index, out)
 
 
-def gather_rows_ref(pool: RowPool, index: Tensor) -> Tensor:
+def gather_rows_ref(pool: RowPool, index: Tensor, out: Tensor | None = None) -> Tensor:
     safe = index.clamp(min=0)
     values = pool.decode(Quantised(pool.codes[safe], pool.scales[safe]))
-    return values.masked_fill((index < 0).unsqueeze(-1), 0.0)
+    values = values.masked_fill((index < 0).unsqueeze(-1), 0.0)
+    return values if out is None else out.copy_(values)
 
 
 def store_rows_ref(pool: RowPool, index: Tensor, values: Tensor) -> None:

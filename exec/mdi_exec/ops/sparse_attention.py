@@ -3,12 +3,15 @@
 One vector is key and value at once, shared by all heads. The softmax runs online over blocks of 64
 keys in list order, probabilities are rounded to the activation dtype before they multiply values,
 and the sink adds to the denominator only (docs/model.md, 4).
+
+Keys come from pools, which stay quantised (`sparse_attention`), or decoded, "staged", for all rows
+and layers that use them (`attend_staged`). Both give the same bits.
 """
 
 import torch
 from torch import Tensor
 
-from mdi_exec.ops.backend import select
+from mdi_exec.ops.backend import runs_kernels, select
 from mdi_exec.ops.elementwise import everywhere
 from mdi_exec.ops.row_pool import RowPool
 
@@ -89,3 +92,38 @@ def sparse_attention(
     """
     run = select(q, ref=sparse_attention_ref, kernel="sparse_attention.sparse_attention")
     return run(q, window, window_rows, sink, entries=entries, entry_rows=entry_rows)
+
+
+def can_stage(q: Tensor) -> bool:
+    """Say whether `attend_staged` has a kernel for queries like q here: one for sm_90a."""
+    if not runs_kernels(q):
+        return False
+    from mdi_exec.ops.kernels.jit import has_known_registers
+
+    return has_known_registers()
+
+
+def attend_staged_ref(q: Tensor, keys: Tensor, key_rows: Tensor, sink: Tensor) -> Tensor:
+    step = max(1, MAX_GATHERED_VALUES // (key_rows.shape[1] * q.shape[-1]))
+    out = torch.empty_like(q)
+    is_column = key_rows != NO_COLUMN
+    columns = is_column.sum(dim=1)
+    for width in torch.unique(columns).tolist():
+        for rows in torch.split((columns == width).nonzero().squeeze(1), step):
+            listed = key_rows[rows][is_column[rows]].view(len(rows), width)
+            is_valid = listed >= 0
+            found = keys[listed.clamp(min=0)].masked_fill(~is_valid.unsqueeze(-1), 0.0)
+            out[rows] = attend_ref(q[rows], found, is_valid, sink)
+    return out
+
+
+def attend_staged(q: Tensor, keys: Tensor, key_rows: Tensor, sink: Tensor) -> Tensor:
+    """Attend each query over rows of decoded keys; worth it when rows share keys.
+
+    q [T, H, d]; keys [N, d] in q's dtype; key_rows int32 [T, n], -1 = none, -2 = not even a place
+    in the row's list (as in `sparse_attention`; kernels count it as -1). Blocks of the softmax are
+    64 places. sink float32 [H]. Returns [T, H, d] in q's dtype, still rotated by the query's
+    position: the bits of `sparse_attention` for the same keys at the same places.
+    """
+    run = select(q, ref=attend_staged_ref, kernel="staged_attention.attend_staged")
+    return run(q, keys, key_rows, sink)

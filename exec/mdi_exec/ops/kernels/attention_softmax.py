@@ -52,7 +52,7 @@ def score_and_sum_left(sink, head_0, shape, shared, barriers):
             T.barrier_arrive(barriers.free[b])
     for h in T.Parallel(HEAD_TILE):
         if head_0 + h < shape.heads:
-            total[h] += T.exp2((sink[head_0 + h] - top[h] * shape.unit_scale) * LOG2_E)
+            total[h] += power((sink[head_0 + h] - top[h] * shape.unit_scale) * LOG2_E)
         total[h] = 2.0**KEY_SHIFT / total[h]
         shared.total[h] = total[h]
     # Not before the last block is consumed: a phase must not overtake a waiting thread.
@@ -87,6 +87,11 @@ def sum_right(shape, shared, barriers):
     T.copy(out_right, shared.q_right)
 
 
+def power(x):
+    """Two to the power of x, in one instruction."""
+    return T.call_extern("float32", "mdi::power", x)
+
+
 @T.macro
 def _mask(scores, is_valid, b):
     """Start a block's scores: 0, or minus infinity where no key is."""
@@ -107,9 +112,9 @@ def _soften(scores, top, old_top, fade, total, block_total, scale):
     T.reduce_max(scores, top, dim=1, clear=False)
     for h in T.Parallel(HEAD_TILE):
         top[h] = T.max(top[h], old_top[h])
-        fade[h] = T.exp2((old_top[h] - top[h]) * scale)
+        fade[h] = power((old_top[h] - top[h]) * scale)
     for h, i in T.Parallel(HEAD_TILE, KEY_BLOCK):
-        scores[h, i] = T.exp2(scores[h, i] * scale - top[h] * scale)
+        scores[h, i] = power(scores[h, i] * scale - top[h] * scale)
     T.reduce_sum(scores, block_total, dim=1)
     for h in T.Parallel(HEAD_TILE):
         total[h] = total[h] * fade[h] + block_total[h]

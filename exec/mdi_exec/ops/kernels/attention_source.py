@@ -7,6 +7,19 @@ i + 4 of every eight), which takes one shift or multiplication for two; the kern
 likewise and puts the output in its usual order again.
 """
 
+POWER_SOURCE = r"""
+namespace mdi {
+
+// A power of two; below 2^-126 it is zero.
+__device__ __forceinline__ float power(float x) {
+  float out;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+}
+
+}  // namespace mdi
+"""
+
 KEY_SOURCE = r"""
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>

@@ -121,9 +121,10 @@ def store_rows(pool: RowPool, index: Tensor, values: Tensor) -> None:
         kernel(index.contiguous(), values.contiguous(), pool.codes, pool.scales)
 
 
-def gather_rows(pool: RowPool, index: Tensor) -> Tensor:
+def gather_rows(pool: RowPool, index: Tensor, out: Tensor | None = None) -> Tensor:
     width = pool.format.width
-    out = torch.empty(*index.shape, width, dtype=torch.bfloat16, device=index.device)
+    if out is None:
+        out = torch.empty(*index.shape, width, dtype=torch.bfloat16, device=index.device)
     if out.numel():
         kernel = compiled(gather_rows_kernel, _form(pool), width)
         kernel(index.reshape(-1).to(torch.int64), pool.codes, pool.scales, out.view(-1, width))

@@ -22,7 +22,7 @@ from mdi_exec.ops.kernels.attention_block import (
 )
 from mdi_exec.ops.kernels.attention_gather import Pool, gather
 from mdi_exec.ops.kernels.attention_softmax import score_and_sum_left, sum_right
-from mdi_exec.ops.kernels.attention_source import KEY_SOURCE
+from mdi_exec.ops.kernels.attention_source import KEY_SOURCE, POWER_SOURCE
 from mdi_exec.ops.kernels.jit import Sample, by_hand, compiled
 from mdi_exec.ops.row_pool import RowPool
 
@@ -51,7 +51,7 @@ def sparse_attention_program(heads, width, window_width, top_k):
             pieces = T.alloc_local((units * 8,), "bfloat16")
             turned = T.alloc_local((8,), "bfloat16")
             barriers = block_barriers()
-            T.import_source(KEY_SOURCE)
+            T.import_source(POWER_SOURCE + KEY_SOURCE)
             tx = T.get_thread_binding()
             head_0 = head_tile * HEAD_TILE
             if tx < LOADERS:
