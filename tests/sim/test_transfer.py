@@ -218,7 +218,7 @@ def test_a_prediction_survives_its_file(document, tmp_path):
     (("shape",), [], r"shape = \[\]: must be an object"),
     (("shape", "head_dim"), None, "shape.head_dim = None: is missing"),
     (("efficiencies", "decode"), None, "efficiencies.decode = None: is missing"),
-    (("efficiencies", "prefill", "memory"), -0.1, "memory = -0.1: must be a finite number of at least 0"),
+    (("efficiencies", "prefill", "memory"), -0.1, "memory = -0.1: must be a finite number"),
     (("efficiencies", "prefill", "tensor"), "all", "efficiencies.prefill.tensor = 'all': must be"),
     (("host", "launch_ns"), -5, "launch_ns = -5: must be at least 0"),
     (("basis",), 3, "basis = 3: must be an object"),

@@ -2,11 +2,10 @@
 
 Quantised products are summed block by block of 32 inputs, as the released kernels do
 (docs/model.md, "Number formats"). A library GEMM picks its blocking by the number of rows, so a
-row's last bits would depend on its batch. `matmul` always multiplies tiles of `ROW_TILE` rows, padding the last one:
-every product of a given weight then has the same shape, and chunking or batching cannot be seen in
-the result. That holds for one machine and one number of threads: with others a library may split
-sums differently.
-Read next: `expert_gemm.py`.
+row's last bits would depend on its batch. `matmul` always multiplies tiles of `ROW_TILE` rows,
+padding the last one: every product of a given weight then has the same shape, and chunking or
+batching cannot be seen in the result. That holds for one machine and one number of threads: with
+others a library may split sums differently. Read next: `expert_gemm.py`.
 """
 
 from dataclasses import dataclass
