@@ -127,7 +127,8 @@ def test_dimensions_that_no_model_has_are_refused(nested, key, value, allowed):
     nested["text_config"][key] = value
     with pytest.raises(ConfigError) as refused:
         read_config(nested)
-    assert str(refused.value).startswith(f"{key} = {value!r}: must be ")
+    assert str(refused.value).startswith(f"{key} = {value!r}"[:300])
+    assert ": must be " in str(refused.value)
     assert allowed in str(refused.value)
 
 

@@ -276,7 +276,7 @@ def test_an_unreadable_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="is not JSON"):
         LinearCost.from_json(path)
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="is not JSON"):
+    with pytest.raises(ConfigError, match="is not UTF-8 text"):
         LinearCost.from_json(path)
     path.write_text("[1, 2]")
     with pytest.raises(ConfigError, match="must be an object"):

@@ -115,7 +115,7 @@ def test_a_placement_of_the_callers_begins_anew_in_each_run():
         ({"rank": 2}, "rank = 2: unknown option; known: scheduler, cost"),
         ({"ranks": 0}, "ranks = 0: must be at least 1"),
         ({"ranks": 5}, "ep = 5"),
-        ({"ranks": 2.0}, "ranks = 2.0: must be at least 1"),
+        ({"ranks": 2.0}, "ranks = 2.0: must be an int, at least 1"),
         ({"seed": -1}, "seed = -1: must be at least 0"),
         ({"policy": "srpt"}, "policy = 'srpt': must be one of fcfs"),
         ({"placement": "x"}, "placement = 'x': must be one of round_robin"),

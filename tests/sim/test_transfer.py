@@ -213,14 +213,14 @@ def test_a_prediction_survives_its_file(document, tmp_path):
     (("kind",), "linear", "kind = 'linear': must be 'predicted'"),
     (("schema_version",), 9, "schema_version = 9: must be 1"),
     (("hardware",), "mi300", "hardware = 'mi300': must be one of h100, h200"),
-    (("ep",), "4", "ep = '4': must be an int"),
+    (("ep",), "4", "ep = '4': must be an int, at least 1"),
     (("ep",), 5, "ep = 5: must divide"),
     (("shape",), [], r"shape = \[\]: must be an object"),
     (("shape", "head_dim"), None, "shape.head_dim = None: is missing"),
     (("efficiencies", "decode"), None, "efficiencies.decode = None: is missing"),
-    (("efficiencies", "prefill", "memory"), -0.1, "memory = -0.1: must be above 0"),
+    (("efficiencies", "prefill", "memory"), -0.1, "prefill.memory = -0.1: must be a finite number"),
     (("efficiencies", "prefill", "tensor"), "all", "efficiencies.prefill.tensor = 'all': must be"),
-    (("host", "launch_ns"), -5, "launch_ns = -5: must be an int"),
+    (("host", "launch_ns"), -5, "launch_ns = -5: must be at least 0"),
     (("basis",), 3, "basis = 3: must be an object"),
 ])  # fmt: skip
 def test_a_prediction_edited_into_nonsense_is_refused(document, path, value, says):
