@@ -33,7 +33,7 @@ def record(enable_zos, rng):
     """Serve requests that come in bursts while others run; return the run and its preemptions."""
     options = {
         "max_model_len": 600, "num_blocks": 18, "max_num_seqs": 48, "enable_zos": enable_zos,
-        "max_num_batched_tokens": 700, "prefill_attempt_interval": 3,
+        "max_num_batched_tokens": 300, "prefill_attempt_interval": 3,
         "prefill_any_attempt_interval": 5, "record": "unused",
     }  # fmt: skip
     torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other

@@ -135,7 +135,7 @@ def test_runs_that_do_not_fit_are_refused(saved, tmp_path):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"ranks": 1}, r"group.ranks = 1: must be an int of at least 2"),
+    ({"ranks": 1}, r"group.ranks = 1: must be at least 2"),
     ({"prefill": {"const": -1.0, "own": 1.0, "rows": 0.0}}, r"group.const = -1.0"),
     ({"decode": {"const": 0.0, "own": 1.0}}, r"group.decode.rows = None: is missing"),
     ({"basis": {}}, r"group.basis.kind = None: must be 'fitted' or 'assumed'"),
