@@ -92,9 +92,11 @@ def summarize(
     """Compute every metric of a run; see `mdi_analysis.summarize`."""
     found = mdi_analysis.summarize(run, slo, n_gpus=n_gpus, itl=itl)
     values = {field.name: getattr(found, field.name) for field in fields(found)}
+    assumed = (run.metadata.config or {}).get("assumed")
+    texts = assumed if isinstance(assumed, list | tuple) else ()
     return RunSummary(
         **values, basis=label(run.metadata), wall_s=wall_s, extrapolated=count_extrapolated(run),
-        assumed=tuple((run.metadata.config or {}).get("assumed", ())),
+        assumed=tuple(text for text in texts if isinstance(text, str)),
     )  # fmt: skip
 
 

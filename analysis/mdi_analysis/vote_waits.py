@@ -64,7 +64,7 @@ def _only_votes_hold(run: RunLike) -> Bools:
     room = np.ones(len(steps), dtype=bool)
     for name, most in (("num_blocks", WATERMARK), ("max_num_seqs", 1.0)):
         size = config_option(run, name)
-        if size is not None:
+        if size is not None and size > 0:
             room &= _used(run, name, size) <= most
     no_vote = (series(steps, "steps", "vote").astype(object) == "none").to_numpy()
     voted_down = series(steps, "steps", "want").to_numpy(dtype=bool)

@@ -118,7 +118,7 @@ def _set(document, path, value):
 @pytest.mark.parametrize(("path", "value", "says"), [
     (("prefill", "terms", "rows"), -1.0, "prefill.rows = -1.0: must be a finite number of"),
     (("decode", "terms", "sum_k"), None, "decode.terms.sum_k = None: is missing"),
-    (("host", "launch_ns"), -5, "launch_ns = -5: must be at least 0"),
+    (("host", "launch_ns"), -5, "launch_ns = -5: must be at least 0, at most 1,000"),
     (("host", "process_ns"), None, "host.process_ns = None: is missing"),
     (("decode", "graphs"), [[8, 100], [4, 200]], "decode.graphs"),
     (("prefill", "ranges", "rows"), [9, 1], "prefill.ranges.rows = (9, 1)"),

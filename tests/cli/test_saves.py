@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import minideepinfer.tuned
+from mdi_analysis import pages
 from mdi_traces.run import load_run
 from mdi_traces.saving import run_files
 from minideepinfer.commands import calibrate
@@ -111,6 +112,12 @@ def whole_run():
     return run.metadata.source, run.items_table is None, len(run.requests_table)
 
 
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Drawing takes most of a page's time and writes nothing."""
+    monkeypatch.setattr(pages, "_picture", lambda figure, title: "")
+
+
 VIEWS = {
     "perfetto": ("--perfetto", "v/t.json"),
     "packed": ("--perfetto", "v/t.json.gz"),
@@ -119,14 +126,14 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_views_of_a_run(mdi, as_if_dead, run_r, view):
+def test_views_of_a_run(mdi, as_if_dead, run_r, no_pictures, view):
     assert mdi("simulate", *SMALL, "-n", 5, "--out", "other").code == 0
     assert mdi("show", "other", *VIEWS[view]).code == 0
     crash(mdi, ("show", "r", *VIEWS[view]), lambda: contents("v"))
     assert [path.name for path in Path("v").iterdir()] == [Path(VIEWS[view][1]).name]
 
 
-def test_a_page_of_a_comparison(mdi, as_if_dead, run_r):
+def test_a_page_of_a_comparison(mdi, as_if_dead, run_r, no_pictures):
     assert mdi("simulate", *SMALL, "-n", 5, "--out", "other").code == 0
     assert mdi("compare", "r", "r", "--html", "p.html").code == 0
     crash(mdi, ("compare", "r", "other", "--html", "p.html"), Path("p.html").read_bytes)

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from mdi_analysis.options_diff import option_differences
 from mdi_shared.chunking import fallback_note, why_not_control
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.cost.files import packaged_models, read_cost_file
@@ -21,19 +22,23 @@ from mdi_shared.cost.shape import TINY
 from mdi_shared.cost.step_cost import HostCost
 from mdi_shared.cost.work import decode_work, prefill_work
 from mdi_shared.describe_run import describe_run
-from mdi_shared.errors import ConfigError
+from mdi_shared.errors import MiniDeepInferError, TraceError
 from mdi_shared.json_input import parse_json
 from mdi_shared.run_description import RunDescription
 from mdi_shared.run_notes import run_notes
 from mdi_sim.search.model_error import held_out_error, unfit_kinds
-from minideepinfer.run_summary import label
+from mdi_sim.simulate import simulate
+from mdi_traces import generate_workload
+from mdi_traces.run import Run
+from mdi_traces.schema import Metadata
+from minideepinfer.run_summary import label, summarize
 from tests.fuzz.mutations import BAD_NUMBERS, mutations, places
 
 CONTROL = SchedulerConfig(chunk_policy="cost_target", prefill_target_ms=10.0)
 
 
-def fitted(*, group=False) -> dict:
-    """A packaged model without most of its diagnostics, which nothing reads."""
+def fitted() -> dict:
+    """A packaged model with a group, without most of its diagnostics, which nothing reads."""
     document = json.loads(packaged_models()["h200-flash-slice"].read_text())
     fit = document["fit"]
     kept = ("held_out_mape", "usable_for_control", "dropped", "n", "r2")
@@ -44,9 +49,7 @@ def fitted(*, group=False) -> dict:
     document["decode"]["graphs"] = document["decode"]["graphs"][:3]
     document["decode"]["graph_slopes"] = document["decode"]["graph_slopes"][:3]
     document["prefill"]["base"] = document["prefill"].get("base", [])[:3]
-    document.pop("group", None)
-    if group:
-        document["group"] = assumed_group_cost(H200, TINY, 2).to_json()
+    document["group"] = assumed_group_cost(H200, TINY, 2).to_json()
     return document
 
 
@@ -57,7 +60,7 @@ def predicted() -> dict:
     return cost.to_json()
 
 
-DOCUMENTS = {"fitted": fitted(), "group": fitted(group=True), "predicted": predicted()}
+DOCUMENTS = {"fitted": fitted(), "predicted": predicted()}
 FREE = ("fit", "basis")  # diagnostics for people: any finite number
 
 
@@ -65,7 +68,7 @@ def tried(action, given, what):
     """Return the answer; None when it is refused in one line. Else fail, naming `what`."""
     try:
         return action(given) or True
-    except ConfigError as error:
+    except MiniDeepInferError as error:
         refusal = str(error)
     except Exception as error:
         raise AssertionError(what) from error
@@ -153,6 +156,27 @@ def test_run_descriptions():
             run_notes(found)
     assert counts["refused"] > 1_000
     assert counts["read"] > 100
+
+
+def test_metadata_of_runs():
+    """What another program wrote there is refused, or does not stop a summary."""
+    work = generate_workload("azure-conv", num_requests=4, seed=1)
+    run = simulate(work, cost=read_cost_file("h200-tiny"), shape=TINY)
+    counts, document = Counter(), json.loads(run.metadata.to_json())
+    document["config"]["cost"]["fit"] = {"hardware": "NVIDIA H200"}
+    for path, value, text in mutations(document):
+        try:
+            metadata = Metadata.from_json(text, "file")
+        except TraceError as error:
+            counts["refused"] += "\n" not in str(error)
+            continue
+        counts["read"] += 1
+        if value in ("0", "-1", '"x"', "[]", "[[]]", "{}", "null", "1" + "0" * 30):
+            changed = Run(run.steps_table, run.requests_table, metadata, run.items_table)
+            tried(lambda changed: summarize(changed, itl=False).sentences(), changed, (path, value))
+            option_differences(changed, run)
+    assert counts["refused"] > 1_000
+    assert counts["read"] > 1_000
 
 
 def test_every_place_is_visited():

@@ -230,12 +230,24 @@ def test_limit_and_sort(write):
     assert ordered.table.equals(load_requests(write(BAILIAN, "ordered")).table)
 
 
+def test_times_are_replaced_when_asked_for_and_a_note_says_so(write):
+    path = write(AZURE)
+    own = load_requests(path)
+    assert not [note for note in own.metadata.notes if "arrival times" in note]
+    at_once = load_requests(path, arrivals=Burst())
+    assert set(at_once.table["arrival_ns"].to_pylist()) == {0}
+    assert at_once.metadata.notes[-1] == "recorded arrival times replaced by Burst(), seed 0"
+    faster = load_requests(path, rate=100.0)
+    assert faster.table["arrival_ns"].to_pylist() == [0, 10_000_000]
+    assert faster.metadata.notes[-1] == "recorded arrival times scaled to 100 requests per second"
+
+
 def test_options_a_format_cannot_honour_are_refused(write):
     path = write(MOONCAKE)
     with pytest.raises(ConfigError, match=r"closed_loop = True: .* records no sessions"):
         load_requests(path, closed_loop=True)
-    notes = load_requests(path, arrivals=Burst()).metadata.notes
-    assert any("recorded arrival times replaced" in note for note in notes)
+    with pytest.raises(ConfigError, match=r"rate = 2.0: cannot be given together with arrivals"):
+        load_requests(path, arrivals=Burst(), rate=2.0)
     with pytest.raises(ConfigError, match="format = 'csv': must be one of mooncake, azure"):
         load_requests(path, format="csv")
     with pytest.raises(ConfigError, match="limit = 0"):

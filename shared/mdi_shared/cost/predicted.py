@@ -16,9 +16,9 @@ from mdi_shared.cost.hardware import HARDWARE, Hardware, stated_hardware
 from mdi_shared.cost.linear import UNITS, host_from_json
 from mdi_shared.cost.roofline import Efficiencies, RooflineCost
 from mdi_shared.cost.shape import ModelShape, shape_from_mapping
-from mdi_shared.cost.step_cost import MOST_NS, HostCost
+from mdi_shared.cost.step_cost import HostCost
 from mdi_shared.cost.work import StepWork
-from mdi_shared.errors import ConfigError, require_number
+from mdi_shared.errors import ConfigError
 from mdi_shared.json_input import require_mapping, require_object
 
 KIND = "predicted"
@@ -109,9 +109,7 @@ class PredictedCost:
 def _efficiencies(where: str, data: object) -> Efficiencies:
     names = tuple(f.name for f in fields(Efficiencies))
     stated = require_object(where, data, names)
-    for name, value in stated.items():
-        may_be_absent = name == "tensor_bf16" and value is None
-        if not may_be_absent:
-            most = MOST_NS if name == "overhead_ns_per_layer" else 1.0
-            require_number(f"{where}.{name}", value, most)
-    return Efficiencies(**stated)
+    try:
+        return Efficiencies(**stated)
+    except ConfigError as error:
+        raise ConfigError(f"{where}.{error.field}", error.value, error.allowed) from error
