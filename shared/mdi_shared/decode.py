@@ -6,6 +6,7 @@ first, the longest output is the victim, and the batch is laid out by falling le
 
 from dataclasses import dataclass, field
 
+from mdi_shared.decisions import Decisions
 from mdi_shared.plan import Ending
 from mdi_shared.queues import Queues
 from mdi_shared.request import Sequence
@@ -44,10 +45,11 @@ class DecodeSelection:
     flight sequences grow unevenly and each step sorts.
     """
 
-    __slots__ = ("_laid_out", "queues")
+    __slots__ = ("_laid_out", "decisions", "queues")
 
-    def __init__(self, queues: Queues) -> None:
+    def __init__(self, queues: Queues, decisions: Decisions | None) -> None:
         self.queues = queues
+        self.decisions = decisions
         self._laid_out: list[Sequence] = []
 
     def select(self) -> DecodeBatch:
@@ -68,19 +70,32 @@ class DecodeSelection:
             queues.running.sort(key=_by_output)
         # Written out, not `tokens_needed`: this line runs for every sequence in every step.
         needy = [s for s in queues.running if s.num_tokens + s.inflight_total > s.capacity]
+        has_asked = False
         if drafting or len(needy) > queues.blocks.num_free:
+            has_asked = self._ask_for_victims()
             picked = self._serve(queues.running, out)
             picked.reverse()
             queues.running = picked
         else:  # enough for all, so only those that need a block are touched
             for seq in reversed(needy):
                 out.new_blocks[seq.seq_id] = queues.add_blocks(seq, 1)
-        queues.order_is_stale = False
+        queues.order_is_stale = has_asked  # `running` is in the policy's order, if any
         if stale:
             self._laid_out = sorted(queues.running, key=_by_length)
         elif out.finished or out.preempted:
             self._laid_out = self._without_leavers(out)
         out.batch = self._laid_out
+
+    def _ask_for_victims(self) -> bool:
+        """Let a scheduling policy, where there is one, order `running` if blocks are short."""
+        queues = self.queues
+        if self.decisions is None:
+            return False
+        wanted = sum(seq.tokens_needed > seq.capacity for seq in queues.running)
+        if wanted <= queues.blocks.num_free:
+            return False
+        queues.running = self.decisions.victims_first()
+        return True
 
     def _without_leavers(self, out: DecodeBatch) -> list[Sequence]:
         """The last layout less those that left; a new list, for the old one is in flight."""

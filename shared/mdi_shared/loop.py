@@ -28,10 +28,14 @@ class Poll:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """Requests and aborts (by `req_id`) since the last poll, in order of arrival."""
+    """Requests and aborts (by `req_id`) since the last poll, in order of arrival.
+
+    `now_ns` is the time of this poll, which only scheduling policies ask for.
+    """
 
     arrivals: tuple[Request, ...] = ()
     aborts: tuple[str, ...] = ()
+    now_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,7 @@ def serve(scheduler: Scheduler, *, num_ranks: int = 1) -> Loop:
 def _take_news(scheduler: Scheduler) -> Loop:
     news = yield Poll()
     assert isinstance(news, News), news
+    scheduler.note_time(news.now_ns)
     for request in news.arrivals:
         scheduler.submit(request)
     if news.aborts:

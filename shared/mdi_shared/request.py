@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
 
-from mdi_shared.errors import ConfigError, require
+from mdi_shared.errors import ConfigError, require, require_int
 
 
 class State(IntEnum):
@@ -46,12 +46,38 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Hints:
+    """What a scheduling policy may know of a request beyond its lengths; None is "not known".
+
+    `predicted_len` is an estimate of its output, tokens; a larger `priority` is more urgent; its
+    first token is due `deadline_ns` after it arrived. Requests of one `client` share a budget,
+    those of one `program` are steps of the same work.
+    """
+
+    predicted_len: int | None = None
+    client: str | None = None
+    deadline_ns: int | None = None
+    priority: int = 0
+    program: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("predicted_len", "deadline_ns"):
+            if getattr(self, name) is not None:
+                require_int(name, getattr(self, name), 1)
+        require_int("priority", self.priority, -(2**63))
+
+
+NO_HINTS = Hints()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """What the scheduler needs to know of a request.
 
     `cached_len` prompt tokens are already in an external prefix cache: the first chunk starts
     behind them, though blocks are reserved for the whole prompt. `chunk_checkpoints` are
-    ascending positions of the prompt at which a chunk must end.
+    ascending positions of the prompt at which a chunk must end. `arrived_ns`, on the clock of
+    `News.now_ns`, and `hints` are for scheduling policies only.
     """
 
     req_id: str
@@ -61,6 +87,8 @@ class Request:
     stop_token_ids: tuple[int, ...] = ()
     cached_len: int = 0
     chunk_checkpoints: tuple[int, ...] = ()
+    arrived_ns: int = 0
+    hints: Hints = NO_HINTS
 
     def __post_init__(self) -> None:
         require(self.prompt_len >= 1, "prompt_len", self.prompt_len, "must be at least 1 token")
@@ -80,7 +108,7 @@ class Sequence:
 
     `num_tokens` is committed (prompt + emitted), `cached` has complete attention state,
     `inflight_total` bounds the rows of steps scheduled and not yet processed, `capacity` is what
-    its blocks hold.
+    its blocks hold. `num_preempted` says how often it was sent back to be recomputed.
     """
 
     __slots__ = (
@@ -91,6 +119,7 @@ class Sequence:
         "finish_at",
         "inflight_total",
         "num_drafts",
+        "num_preempted",
         "num_tokens",
         "output_len",
         "request",
@@ -110,6 +139,7 @@ class Sequence:
         self.cached = request.cached_len
         self.inflight_total = 0
         self.num_drafts = 0
+        self.num_preempted = 0
         self.checkpoints = list(request.chunk_checkpoints)
         self.block_table: list[int] = []
         self.capacity = 0
@@ -167,3 +197,4 @@ class Sequence:
         self.cached = 0
         self.inflight_total = 0
         self.num_drafts = 0
+        self.num_preempted += 1
