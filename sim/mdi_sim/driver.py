@@ -45,7 +45,8 @@ class TimeIsUp(Exception):
 class RankDriver:
     """One data-parallel rank of a simulated run.
 
-    `request_of` builds the request of a trace row and says where its model stops it early. The run
+    `request_of` builds the request of a trace row, given when it arrived unless that is the
+    recorded time, and says where its model stops it early. The run
     ends at `until_ns`. `fast_forward` takes steps of one batch in one go; it changes no
     result. `on_progress` is told how many requests have ended.
     """
@@ -56,7 +57,7 @@ class RankDriver:
     source: Source
     outcomes: Outcomes
     recorder: RankRecorder
-    request_of: Callable[[int], tuple[Request, int | None]]
+    request_of: Callable[[int, int | None], tuple[Request, int | None]]
     shape: ModelShape
     cost: StepCost
     until_ns: int = NEVER
@@ -116,13 +117,13 @@ class RankDriver:
             raise TimeIsUp
         arrivals = []
         for row in self.source.take(self.now):
-            request, stop = self.request_of(row)
+            request, stop = self.request_of(row, self.source.arrived_ns.get(row))
             seq_id = self.recorder.submitted(row)
             if stop is not None:
                 self.outcomes.stops[seq_id] = stop
             arrivals.append(request)
         self.ingress_ns = self.cost.host.ingress(sum(new.prompt_len for new in arrivals))
-        return News(tuple(arrivals))
+        return News(tuple(arrivals), now_ns=self.now)
 
     def _await_arrival(self) -> Generator[simpy.Event, None, bool]:
         """Sleep with the whole group; what wakes one rank wakes all."""

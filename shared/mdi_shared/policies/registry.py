@@ -6,6 +6,7 @@ takes parameters after a colon, joined by commas.
 """
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import fields
 from math import inf
 
@@ -46,6 +47,7 @@ POLICIES: Mapping[str, type[Policy]] = {
     "least_computed": LeastComputed, "cost_aware": CostAware,
     "longest_remaining": LongestRemaining,
 }  # fmt: skip
+NO_POLICY = "fcfs"  # the engine's own rules, without asking anybody
 AXES = ("order", "admit", "victim")
 _DEFAULTS = {"order": "fcfs", "victim": "longest_output"}  # inherited, but a choice by name
 
@@ -104,6 +106,21 @@ def policy_from_spec(spec: str) -> Policy:
             raise ConfigError("policy", spec, f"{part!r} must be AXIS=NAME with an axis of "
                               f"{', '.join(AXES)}, or max_wait_s=SECONDS")  # fmt: skip
     return Combined(spec, axes, max_wait_s)
+
+
+def new_policy(given: str | Policy) -> Policy | None:
+    """Return a policy that has decided nothing yet: a copy of the caller's, or one by its name.
+
+    None for `fcfs`: the core then asks nothing.
+    """
+    if isinstance(given, Policy):
+        return deepcopy(given)
+    return None if given == NO_POLICY else policy_from_spec(given)
+
+
+def policy_name(given: str | Policy) -> str:
+    """Return what a run's metadata calls a policy."""
+    return type(given).__name__ if isinstance(given, Policy) else given
 
 
 def answers(kind: type[Policy], axis: str) -> bool:
