@@ -24,6 +24,7 @@ from mdi_shared.scheduler import Scheduler
 from mdi_shared.vote import decide
 
 TOKEN = 7  # any id that is not the end-of-sequence token
+STEP_NS = 10_000_000  # what a step takes on the clock that scheduling policies see
 
 
 def toy(**options) -> SchedulerConfig:
@@ -94,9 +95,10 @@ class ScriptedRank:
     """One rank: `script[step]` lists requests and abort names that come up before that step."""
 
     def __init__(
-        self, config, script, *, num_ranks=1, accepted=None, stops=None, policy=None, repeat=1
-    ):
-        self.scheduler = Scheduler(config, policy)
+        self, config, script, *, num_ranks=1, accepted=None, stops=None, policy=None, repeat=1,
+        scheduling=None,
+    ):  # fmt: skip
+        self.scheduler = Scheduler(config, policy, scheduling)
         self.script = dict(script)
         self.accepted = accepted or {}
         self.stops = stops or {}  # request name -> output length at which it says end of sequence
@@ -104,6 +106,7 @@ class ScriptedRank:
         self.repeat = repeat  # most steps taken per launch
         self.flights: deque[tuple[StepPlan, int]] = deque()
         self.names: dict[int, str] = {}
+        self.arrived_ns: dict[str, int] = {}
         self.turns: list[Turn] = []
         self.reports: list[Report] = []
         self.early: list[Report] = []  # reports that belong to no step, like a flush's
@@ -184,7 +187,9 @@ class ScriptedRank:
         requests = tuple(e for e in entries if isinstance(e, Request))
         for request in requests:
             self.names[len(self.names)] = request.req_id
-        return News(requests, tuple(e for e in entries if isinstance(e, str)))
+            self.arrived_ns[request.req_id] = request.arrived_ns
+        aborts = tuple(e for e in entries if isinstance(e, str))
+        return News(requests, aborts, self.scheduler.step * STEP_NS)
 
     def _note(self, report: Report) -> None:
         self.reports.append(report)
