@@ -153,7 +153,7 @@ def overdue_first(rank: ScriptedRank, max_wait_s: float) -> None:
 
 
 def singles(rank: ScriptedRank) -> list[tuple[Any, ...]]:
-    """Return one entry per step: what plans of several steps at once have in common with singles."""
+    """Return one entry per step: what plans of many steps at once and of single ones share."""
     rows: list[tuple[Any, ...]] = []
     for turn in rank.turns:
         plan = turn.plan

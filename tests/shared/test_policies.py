@@ -137,14 +137,8 @@ def test_skip_join_mlfq():
     at = view(0)
     assert [level(seq(prompt=p), at) for p in (1, 16, 17, 33, 64, 65, 500)] == [0, 0, 1, 2, 2, 3, 3]
     # A prompt of 10 joins level 0 and has used its 16 tokens with 6 outputs, level 1 with 38.
-    assert [level(seq(prompt=10, out=o), at) for o in (6, 7, 38, 39, 102, 103)] == [
-        0,
-        1,
-        1,
-        2,
-        2,
-        3,
-    ]
+    levels = [level(seq(prompt=10, out=out), at) for out in (6, 7, 38, 39, 102, 103)]
+    assert levels == [0, 1, 1, 2, 2, 3]
     assert level(seq(prompt=500), view(61)) == 0
     assert ordered(spec, [seq("long", 40), seq("short", 4, arrived_s=1)], now_s=2) == "short long"
     assert gives_way(spec, [seq("long", 40), seq("short", 4, 9)]) == "long short"
