@@ -49,7 +49,7 @@ class Decisions:
     def admits(self, seq: Sequence, picked: list[Sequence]) -> bool:
         """Say whether the head, which fits, may take memory beside those running and picked."""
         queues = self._queues
-        if len(queues.running) == queues.num_dead_running and not picked:
+        if len(queues.running) == len(queues.dead) and not picked:
             return True
         if self._is_overdue(seq):
             return True

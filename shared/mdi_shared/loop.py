@@ -16,6 +16,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 from mdi_shared.plan import Advance, Ending, StepOutcome, StepPlan, StepResult
+from mdi_shared.repeat import Horizon
 from mdi_shared.request import REASONS, Request, State
 from mdi_shared.scheduler import Scheduler
 from mdi_shared.vote import ANY, NONE, Ballot
@@ -54,14 +55,13 @@ class Vote:
 class Launch:
     """Start a step. Answer: int, how many steps the driver took in one go; 1 is always right.
 
-    A driver that can foretell results may take up to `repeats` steps of this very batch, or
-    `repeats_if_quiet` as long as no request arrives before the last of them is planned. Between
-    two launches it awaits the oldest step in flight, as the loop would (`Scheduler.repeats`).
+    A driver that can foretell results may take as many steps of this very batch as all ranks'
+    horizons allow (`common_repeats`), the same number on each. Between two launches it awaits the
+    oldest step in flight, as the loop would (`Scheduler.advance`).
     """
 
     plan: StepPlan
-    repeats: int
-    repeats_if_quiet: int
+    horizon: Horizon
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +111,13 @@ def serve(scheduler: Scheduler, *, num_ranks: int = 1) -> Loop:
         plan = yield from _plan(scheduler, num_ranks)
         if plan.ignored:
             yield Report(_without_aborted(plan.ignored))
-        repeats, if_quiet = scheduler.repeats(plan) if num_ranks == 1 else (1, 1)
-        taken = yield Launch(plan, repeats, if_quiet)
+        horizon = scheduler.horizon(plan)
+        taken = yield Launch(plan, horizon)
         assert isinstance(taken, int), taken
-        assert 1 <= taken <= if_quiet, f"{taken} of {if_quiet} steps"
+        assert 1 <= taken <= horizon.steps, f"{taken} of {horizon.steps} steps"
         if taken > 1:
             yield Report(advance=scheduler.advance(taken - 1))
-        keep = 1 if scheduler.config.enable_zos and not plan.is_prefill else 0
-        yield from _drain(scheduler, keep)
+        yield from _drain(scheduler, 0 if plan.is_prefill else scheduler.keep)
         scheduler.release()
 
 

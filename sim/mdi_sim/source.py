@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
+NEVER = 2**63 - 1  # ns, the last time that a trace can hold
+
+
 @dataclass(slots=True)
 class Arrivals:
     """The rows of a request trace that one rank serves, in trace order.
@@ -56,9 +59,9 @@ class Source:
         self._due.clear()
         return rows
 
-    def next_ns(self) -> int | None:
-        """When the next row falls due that is not due yet; None when nothing is known to come."""
-        return self._heap[0][0] if self._heap else None
+    def next_ns(self) -> int:
+        """When the next row falls due that is not due yet; NEVER when nothing is known to come."""
+        return self._heap[0][0] if self._heap else NEVER
 
     def not_arrived(self, now_ns: int) -> list[int]:
         """Return the rows that arrive later than now, turns whose predecessor goes on included."""

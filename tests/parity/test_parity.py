@@ -67,7 +67,7 @@ def blocking_run(trace, config, cost, ranks, seed=0, policy=NO_POLICY):
         recorder.closed(scheduler.unfinished(), (queues.blocks.num_free, queues.slots.num_free))
     metadata = Metadata(table="steps", source="simulator", clock="virtual")
     return build_run(
-        recorders, trace, metadata, config, run_id=f"simulated-{seed}",
+        recorders, trace, metadata, config, TINY, run_id=f"simulated-{seed}",
         arrived_ns={row: t for source in sources for row, t in source.arrived_ns.items()},
         unfinished_reason=RAN_DRY,
     )  # fmt: skip

@@ -31,27 +31,32 @@ _SAVED_MEANWHILE = 20  # times that a run may be saved anew while it is being re
 class Run:
     """Steps, step items and requests of one run, with the metadata they share.
 
-    `items` may be None (not recorded) or a function without arguments that makes the table when
-    it is first asked for. `content` is the `content_hash` that a run was saved with. `pieces`
+    `steps` may be a function without arguments that makes the table when it is first asked for, and
+    so may `items`, or None (not recorded). `content` is the `content_hash` that a run was saved with. `pieces`
     makes the same rows as `items`, piece by piece and each time anew: what reads them once needs no
     memory for all of them.
     """
 
     def __init__(
         self,
-        steps: pa.Table,
+        steps: pa.Table | Callable[[], pa.Table],
         requests: pa.Table,
         metadata: Metadata,
         items: pa.Table | Callable[[], pa.Table] | None = None,
         content: str | None = None,
         pieces: Callable[[], Iterable[pa.Table]] | None = None,
     ) -> None:
-        self.steps_table = steps
+        self._steps = steps
         self.requests_table = requests
         self.metadata = metadata
         self.content = content
         self._items = items
         self._pieces = pieces
+
+    @cached_property
+    def steps_table(self) -> pa.Table:
+        """The step table, made now if it was not before."""
+        return self._steps() if callable(self._steps) else self._steps
 
     @cached_property
     def items_table(self) -> pa.Table | None:
