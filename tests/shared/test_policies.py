@@ -17,7 +17,7 @@ def seq(name="r", prompt=10, out=0, *, most=100, arrived_s=0, cached=0, seq_id=0
     request = Request(req_id=name, prompt_len=prompt, max_tokens=most,
                       arrived_ns=int(arrived_s * S), hints=Hints(**hints))  # fmt: skip
     made = Sequence(seq_id, request, eos_token_id=1, max_model_len=10_000)
-    made.num_tokens, made.output_len, made.cached = prompt + out, out, cached
+    made.base, made.prefilled = prompt + out, cached
     return made
 
 
