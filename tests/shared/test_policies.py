@@ -8,6 +8,7 @@ from mdi_shared.policies.admission import peak_tokens
 from mdi_shared.policies.prediction import normal, sigma_of_tau, tau_of_sigma
 from mdi_shared.policies.registry import AXES, answers, names_of
 from mdi_shared.request import Hints, Request, Sequence, State
+from tests.layout.policy_table import DOC, put
 
 S = 1_000_000_000
 
@@ -370,3 +371,8 @@ def test_a_specification_is_a_text_or_a_policy():
         new_policy(3)
     own = Policy()
     assert new_policy(own) is not own
+
+
+def test_the_table_of_policies_is_up_to_date():
+    text = DOC.read_text(encoding="utf-8")
+    assert put(text) == text, "run python -m tests.layout.policy_table"

@@ -56,9 +56,10 @@ class Watermark(Policy):
 
 @dataclass(eq=False)
 class Conservative(Policy):
-    """Admit only if all fit even when each puts out its `max_tokens`: nobody is ever preempted.
+    """Admit only if all fit even when each puts out its `max_tokens`.
 
-    Source: as LightLLM (ASPLOS 25) describes it; the baseline that trades queues for safety.
+    Hardly anybody is preempted then, and queues are long.
+    Source: the baseline of LightLLM (ASPLOS 25), as described there.
     """
 
     def admit(self, seq: Sequence, view: View) -> bool:
