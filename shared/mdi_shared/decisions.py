@@ -141,7 +141,8 @@ class Decisions:
         except MiniDeepInferError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a policy raises, one line names it
-            self._fail(hook, seq, f"raised {type(error).__name__}: {error}", error)
+            text = " ".join(str(error).split())
+            self._fail(hook, seq, f"raised {type(error).__name__}: {text}", error)
 
     def _fail(
         self, hook: str, seq: Sequence | None, problem: str, cause: Exception | None = None

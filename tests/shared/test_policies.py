@@ -256,6 +256,12 @@ def test_watermark_and_conservative():
     assert not admits("conservative", newcomer, [seq(prompt=51, most=20)], num_blocks=100)
 
 
+def test_run_to_completion():
+    newcomer, begins, decodes = seq("new"), seq("begins", out=1), seq("decodes", out=2)
+    assert admits("run_to_completion", newcomer, [begins, seq("picked")])
+    assert not admits("run_to_completion", newcomer, [begins, decodes])
+
+
 def test_the_future_by_prediction_and_by_the_past():
     newcomer = seq("new", 10, most=90, predicted_len=20)
     running = [seq("old", 40, 20, most=90, predicted_len=30)]

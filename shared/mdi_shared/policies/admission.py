@@ -40,6 +40,18 @@ def _fits_at_peak(rows: Iterable[tuple[int, int]], view: View) -> bool:
 
 
 @dataclass(eq=False)
+class RunToCompletion(Policy):
+    """Admit nobody once the batch decodes: all of it ends before the next one begins.
+
+    With `prefill_attempt_interval` 1 a batch is what the pool and the seats hold at once.
+    Source: static batching, as in FasterTransformer; the baseline of Orca (OSDI 22).
+    """
+
+    def admit(self, seq: Sequence, view: View) -> bool:
+        return all(other.output_len <= 1 for other in view.running)
+
+
+@dataclass(eq=False)
 class Watermark(Policy):
     """Admit while at most `share` of the pool is in use with the new one.
 

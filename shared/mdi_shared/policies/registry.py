@@ -16,6 +16,7 @@ from mdi_shared.policies.admission import (
     Conservative,
     Future,
     PastFuture,
+    RunToCompletion,
     Wait,
     Watermark,
 )
@@ -41,8 +42,8 @@ POLICIES: Mapping[str, type[Policy]] = {
     "shortest_prompt": ShortestPrompt, "sjf_aging": SJFAging, "sjf_decay": SJFDecay,
     "two_lanes": TwoLanes, "sjf": SJF, "srpt": SRPT, "limited_srpt": LimitedSRPT,
     "mlfq": MLFQ, "las": LAS, "edf": EDF, "lars": LARS, "qoe": QoE, "vtc": VTC,
-    "mcsf": MCSF, "watermark": Watermark, "conservative": Conservative, "future": Future,
-    "past_future": PastFuture, "wait": Wait,
+    "mcsf": MCSF, "run_to_completion": RunToCompletion, "watermark": Watermark,
+    "conservative": Conservative, "future": Future, "past_future": PastFuture, "wait": Wait,
     "newest": Newest, "longest_output": LongestOutput, "lowest_priority": LowestPriority,
     "least_computed": LeastComputed, "cost_aware": CostAware,
     "longest_remaining": LongestRemaining,
