@@ -7,11 +7,13 @@ flight; nothing else happens, so a few sums per step are all there is, whatever 
 Read next: `group.py` (where ranks bring their lanes), `driver.py` (who reads the result).
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, islice, repeat
+from operator import add
 
 from mdi_shared.cost.group import GroupCost
-from mdi_shared.plan import StepPlan
 from mdi_shared.repeat import Horizon, common_repeats
 from mdi_sim.source import NEVER
 
@@ -20,18 +22,20 @@ from mdi_sim.source import NEVER
 class Lane:
     """One rank's part of a stretch.
 
-    Its host needs `host_ns` to plan and launch a step and is ready with the first one at
-    `ready_ns`; the device cannot end that before `queued_ns`. `device` gives what its own device
-    takes for each step, as far as it is asked; `own_ns` are the times it was asked for. Processing
-    takes `process_ns`; `oldest_ns` that of the step the first turn processes, None when there is
-    none yet. Its step has so many `rows`; its next arrival comes at `next_ns`. The ranks met at
-    `met_ns`, and `in_flight_ns` are the ends of their steps that are not processed.
+    Its step has so many `rows`. `device` gives what its own device takes for each step, as far as
+    it is asked; what it was asked for stays in `own_ns`. `is_certain` says that asking for more than
+    is needed does no harm. Its host needs `host_ns` to plan and launch a step and is ready with the
+    first one at `ready_ns`; the device cannot end that before `queued_ns`. Processing takes
+    `process_ns`; `oldest_ns` that of the step the first turn processes, None when there is none
+    yet. The next arrival comes at `next_ns`. The ranks met at `met_ns`, and `in_flight_ns` are the
+    ends of their steps that are not processed.
     """
 
-    plan: StepPlan
-    rows: int
     horizon: Horizon
+    is_prefill: bool
+    rows: int
     device: Iterator[int]
+    is_certain: bool
     ready_ns: int
     queued_ns: int
     host_ns: int
@@ -42,21 +46,20 @@ class Lane:
     in_flight_ns: list[int]
     own_ns: list[int] = field(default_factory=list)
 
-    def turns_ns(self, stretch: "Stretch") -> list[int]:
-        """When this rank had processed the oldest step, in each turn of a stretch but the last."""
-        ends, host, process = stretch.all_ends_ns, self.host_ns, self.process_ns
-        turns = []
-        if len(stretch.met_ns) > 1:
-            has_oldest = self.oldest_ns is not None
-            turns.append(self.first_turn_ns(ends))
-            pairs = zip(stretch.met_ns[1:-1], ends[has_oldest:], strict=False)
-            turns += [max(met + host, end) + process for met, end in pairs]
-        return turns
-
     def first_turn_ns(self, all_ends_ns: list[int]) -> int:
+        """When this rank has processed the oldest step in the first turn."""
         if self.oldest_ns is None:
             return self.ready_ns
         return max(self.ready_ns, all_ends_ns[0]) + self.oldest_ns
+
+    def turns_ns(self, stretch: "Stretch") -> list[int]:
+        """When this rank had processed the oldest step, in each turn of a stretch but the last."""
+        ends, host, process = stretch.all_ends_ns, self.host_ns, self.process_ns
+        if len(stretch.met_ns) == 1:
+            return []
+        pairs = zip(stretch.met_ns[1:-1], ends[self.oldest_ns is not None :], strict=False)
+        return [self.first_turn_ns(ends),
+                *[max(met + host, end) + process for met, end in pairs]]  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +79,7 @@ class Devices:
 
     A step starts when the slowest rank has launched it, and since ranks meet in each layer's expert
     exchange, it ends for all with the slowest one, or when `cost` says (R34). A group of one
-    exchanges nothing.
+    exchanges nothing. `looks_cost` says that taking arrivals in takes time.
     """
 
     def __init__(self, cost: GroupCost | None = None, *, looks_cost: bool = False) -> None:
@@ -92,6 +95,45 @@ class Devices:
         """
         certain, most = common_repeats([lane.horizon for lane in lanes])
         certain = 1 if self.looks_cost else certain
+        if len(lanes) == 1 and lanes[0].is_certain:
+            return self._run_alone(lanes[0], certain, most, until_ns)
+        return self._run_together(lanes, certain, most, until_ns)
+
+    def _run_alone(self, lane: Lane, certain: int, most: int, until_ns: int) -> Stretch:
+        """A rank without a group, whose device times do not fall: the law in closed form.
+
+        With `busy` the host's time for a step, start[j + 1] is start[j] + max(device[j], busy)
+        where the host works on one step while the device runs another, else + device[j] + busy.
+        """
+        process, busy = lane.process_ns, lane.host_ns + lane.process_ns
+        device = next(lane.device)
+        lane.own_ns.append(device)
+        start = max(self.free_ns, lane.ready_ns)
+        ends = [*lane.in_flight_ns, max(start + device, lane.queued_ns)]
+        self.free_ns = ends[-1]
+        if most == 1:
+            return Stretch([lane.met_ns], [start], ends)
+        turn = lane.first_turn_ns(ends)
+        stop_ns = min(lane.next_ns, until_ns)
+        if turn >= stop_ns and (certain == 1 or turn >= until_ns):
+            return Stretch([lane.met_ns], [start], ends)
+        overlaps = lane.oldest_ns is None or bool(lane.in_flight_ns)
+        enough = (stop_ns - turn) // max(device, busy, 1) + 3
+        devices = list(islice(lane.device, min(most, max(certain, enough)) - 1))
+        gaps = map(max, devices, repeat(busy)) if overlaps else map(busy.__add__, devices)
+        starts = list(accumulate(gaps, initial=max(self.free_ns, turn + lane.host_ns)))
+        starts.pop()
+        own_ends = list(map(add, starts, devices))
+        met = [lane.met_ns, turn, *map(process.__add__, starts if overlaps else own_ends)]
+        taken = max(bisect_left(met, stop_ns, 1), certain)
+        taken = min(taken, bisect_left(met, until_ns, 1), most, len(met) - 1)
+        self.free_ns = own_ends[taken - 2] if taken > 1 else self.free_ns
+        return Stretch(met[:taken], [start, *starts[: taken - 1]], ends + own_ends[: taken - 1])
+
+    def _run_together(
+        self, lanes: Sequence[Lane], certain: int, most: int, until_ns: int
+    ) -> Stretch:
+        """The law turn by turn."""
         stop_ns = min([until_ns, *[lane.next_ns for lane in lanes]])
         now_ns = max([lane.met_ns for lane in lanes])
         met, starts, ends = [now_ns], [], [*lanes[0].in_flight_ns]
@@ -123,15 +165,10 @@ class Devices:
 
     def _times(self, lanes: Sequence[Lane]) -> Iterator[int]:
         """Yield what the next steps take; each lane notes its own part."""
-        if len(lanes) == 1:
-            note = lanes[0].own_ns.append
-            for device_ns in lanes[0].device:
-                note(device_ns)
-                yield device_ns
         rows = [lane.rows for lane in lanes]
         terms = None
         if self.cost is not None:
-            terms = self.cost.prefill if lanes[0].plan.is_prefill else self.cost.decode
+            terms = self.cost.prefill if lanes[0].is_prefill else self.cost.decode
         for own_ns in zip(*[lane.device for lane in lanes], strict=False):
             for lane, device_ns in zip(lanes, own_ns, strict=True):
                 lane.own_ns.append(device_ns)
