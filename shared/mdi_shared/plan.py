@@ -100,6 +100,7 @@ class StepPlan(NamedTuple):
 
     step: int
     kind: str
+    is_prefill: bool  # of that kind, idle or not
     batch: Batch = NOBODY
     shift: int = 0
     rows_each: int = 1
@@ -168,13 +169,9 @@ class StepPlan(NamedTuple):
         )
 
     @property
-    def is_prefill(self) -> bool:
-        return self.kind in (PREFILL, IDLE_PREFILL)
-
-    @property
     def prompt_tokens(self) -> int:
         """Rows of a prefill step, 0 for any other."""
-        return sum([q for q, _, _ in self.prompts])
+        return sum([q for q, _, _ in self.prompts]) if self.prompts else 0
 
     def to_json(self) -> dict[str, Any]:
         """Return plain dicts, lists, ints and strings; `from_json` inverts it."""

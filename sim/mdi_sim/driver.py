@@ -38,6 +38,7 @@ from mdi_sim.source import NEVER, Source
 from mdi_sim.stretch import Lane, Stretch
 from mdi_traces.recorder import Launches, RankRecorder
 
+NO_NEWS = News()
 Waits = Generator[simpy.Event, Any, Answer]
 
 
@@ -85,6 +86,9 @@ class RankDriver:
         self.wait_ns = 0  # spent at votes since the last poll
         self.ingress_ns = 0  # what taking in the arrivals of the last poll costs
         self._in_flight: deque[InFlight] = deque()  # oldest first
+        self._drafts = self.outcomes.needs_lengths
+        self._foresees = hasattr(self.cost, "decode_times")
+        self._hosts: dict[int, tuple[int, int, int]] = {}  # of decode steps, by sequences
         # Arrivals that a loop polling every step would have queued, by the steps processed since
         # the last poll: (index of the first that saw so many, how many).
         self._due: list[tuple[int, int]] = []
@@ -98,20 +102,20 @@ class RankDriver:
                 effect = loop.send(answer)
             except StopIteration:
                 return None
-            if isinstance(effect, Report):
+            kind = type(effect)
+            if kind is Report:
                 answer = self._report(effect)
-            elif isinstance(effect, AwaitStep):
+            elif kind is AwaitStep:
                 answer = self._await_step()
-            elif isinstance(effect, Launch):
+            elif kind is Launch:
                 answer = yield from self._launch(effect)
-            elif isinstance(effect, Poll):
+            elif kind is Poll:
                 if self.group.size > 1:
                     yield from self._catch_up()
                 answer = self._poll()
-            elif isinstance(effect, Vote):
+            elif kind is Vote:
                 answer = yield from self._vote(effect)
             else:
-                assert isinstance(effect, AwaitArrival), effect
                 answer = yield from self._await_arrival()
 
     def _catch_up(self) -> Waits:
@@ -126,10 +130,12 @@ class RankDriver:
     # ---- effects -------------------------------------------------------------------------------
 
     def _poll(self) -> News:
-        self.poll_ns, self.wait_ns = self.now, 0
+        self.poll_ns, self.wait_ns, self.ingress_ns = self.now, 0, 0
         self._due.clear()
         if self.now >= self.group.until_ns:
             raise TimeIsUp
+        if not self.source.count_due(self.now):
+            return NO_NEWS
         arrivals = []
         for row in self.source.take(self.now):
             request, stop = self.request_of(row)
@@ -160,9 +166,7 @@ class RankDriver:
         plan, host = effect.plan, self.cost.host
         self.outcomes.planned(plan)
         prompt_tokens = plan.prompt_tokens
-        schedule, launch, process = host.of_step(
-            len(plan.batch.members), prompt_tokens, is_alone=self.group.size == 1
-        )
+        schedule, launch, process = self._host_times(len(plan.batch.members), prompt_tokens)
         planned = self.now + self.ingress_ns + schedule
         horizon, in_flight = effect.horizon, self._in_flight
         if horizon.steps > 1:
@@ -199,7 +203,7 @@ class RankDriver:
         return self.outcomes.result(plan, shift)
 
     def _report(self, report: Report) -> None:
-        if self.outcomes.needs_lengths and report.outcome is not None:
+        if self._drafts and report.outcome is not None:
             self.outcomes.note_lengths(report.outcome)
         ended = self.recorder.reported(report, self.now, self._due)
         for row in ended:
@@ -208,6 +212,16 @@ class RankDriver:
             self.on_progress(len(ended))
 
     # ---- steps ---------------------------------------------------------------------------------
+
+    def _host_times(self, num_seqs: int, prompt_tokens: int) -> tuple[int, int, int]:
+        """Return what planning, launching and processing a step take, ns."""
+        known = None if prompt_tokens else self._hosts.get(num_seqs)
+        if known is None:
+            is_alone = self.group.size == 1
+            known = self.cost.host.of_step(num_seqs, prompt_tokens, is_alone=is_alone)
+            if not prompt_tokens:
+                self._hosts[num_seqs] = known
+        return known
 
     def _device_times(self, plan: StepPlan) -> tuple[StepWork | None, int, Iterator[int], bool]:
         """Return a step's work, where it is not one row each, its rows, and device times, ns.
@@ -226,7 +240,7 @@ class RankDriver:
             return work, work.rows, repeat(self.cost.device_ns(work)), True
         steps = DecodeWork(self.shape, plan.batch, plan.shift)
         times = decode_times(self.cost, steps)
-        return None, steps.num_seqs, times, hasattr(self.cost, "decode_times")
+        return None, steps.num_seqs, times, self._foresees
 
     def _land(self, lane: Lane, plan: StepPlan, stretch: Stretch, turns: list[int]) -> None:
         """Record the steps that the turns of a stretch have processed; keep those in flight."""

@@ -91,10 +91,12 @@ class Devices:
         """Take the steps that the ranks' horizons and arrivals allow, at least one.
 
         Stops at the first look at the world that may see an arrival, or is not before `until_ns`.
-        Where the next steps are certain anyway, arrivals wait, unless a look costs time.
+        Where the next steps are certain anyway, arrivals wait, unless a look costs time or the run
+        may end before it.
         """
         certain, most = common_repeats([lane.horizon for lane in lanes])
-        certain = 1 if self.looks_cost else certain
+        if self.looks_cost or until_ns != NEVER:
+            certain = 1
         if len(lanes) == 1 and lanes[0].is_certain:
             return self._run_alone(lanes[0], certain, most, until_ns)
         return self._run_together(lanes, certain, most, until_ns)
