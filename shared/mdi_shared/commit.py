@@ -31,6 +31,7 @@ def commit_step(queues: Queues, step: InFlightStep, result: StepResult) -> StepO
         f"step {step.number} has {len(step.seqs)} sequences, its result {len(tokens)}"
     )
     dropped: tuple[int, ...] = ()
+    ended: list[Ending]
     if plan.is_prefill:
         assert tokens is not None, "the first token of a prompt may end it"
         ended = _commit_prefill(queues, step, tokens)
@@ -63,7 +64,7 @@ def dropped_rows(queues: Queues, step: InFlightStep) -> tuple[int, ...]:
 
 def _commit_prefill(queues: Queues, step: InFlightStep, tokens: Tokens) -> list[Ending]:
     """Book a prefill step, none of whose rows is ever cut short; return the requests it ends."""
-    ended = []
+    ended: list[Ending] = []
     for seq, (q, _, _), new in zip(step.seqs, step.plan.prompts, tokens, strict=True):
         assert not seq.is_finished, "a prefill step is processed in the turn that planned it"
         seq.prefilled += q
@@ -100,7 +101,7 @@ def _commit_each(
     queues: Queues, step: InFlightStep, tokens: Tokens, cut: dict[int, int]
 ) -> list[Ending]:
     """Book a decode step sequence by sequence; adds to `cut` what is not fully visible."""
-    ended = []
+    ended: list[Ending] = []
     rows = queues.clock.rows
     for index, (seq, new) in enumerate(zip(step.seqs, tokens, strict=True)):
         if seq.clock is None:

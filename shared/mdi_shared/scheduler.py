@@ -201,7 +201,13 @@ class Scheduler:
     def _check_progress(self, plan: StepPlan) -> None:
         """Raise when this and every later step is an empty decode although requests wait."""
         queues = self.queues
-        if plan.batch.members or plan.finished or plan.ignored or plan.preempted or not queues.waiting:
+        if (
+            plan.batch.members
+            or plan.finished
+            or plan.ignored
+            or plan.preempted
+            or not queues.waiting
+        ):
             self._idle_turns = 0
             return
         if queues.running:

@@ -20,7 +20,6 @@ from mdi_shared.cost.step_cost import StepCost, decode_times
 from mdi_shared.cost.work import DecodeWork, StepWork, step_work
 from mdi_shared.loop import (
     Answer,
-    AwaitArrival,
     AwaitStep,
     Launch,
     News,
@@ -102,18 +101,18 @@ class RankDriver:
                 effect = loop.send(answer)
             except StopIteration:
                 return None
-            kind = type(effect)
-            if kind is Report:
-                answer = self._report(effect)
-            elif kind is AwaitStep:
+            if type(effect) is Report:
+                self._report(effect)
+                answer = None
+            elif type(effect) is AwaitStep:
                 answer = self._await_step()
-            elif kind is Launch:
+            elif type(effect) is Launch:
                 answer = yield from self._launch(effect)
-            elif kind is Poll:
+            elif type(effect) is Poll:
                 if self.group.size > 1:
                     yield from self._catch_up()
                 answer = self._poll()
-            elif kind is Vote:
+            elif type(effect) is Vote:
                 answer = yield from self._vote(effect)
             else:
                 answer = yield from self._await_arrival()
@@ -188,7 +187,7 @@ class RankDriver:
         else:
             stretch = yield from self.group.launches.meet(self.rank, lane)
         count = len(stretch.starts_ns)
-        turns = stretch.met_ns[1:] if self.group.size == 1 else lane.turns_ns(stretch)
+        turns = stretch.met_ns[1:] if self.group.size == 1 else stretch.turns_ns(lane)
         times = Launches(self.poll_ns, planned, lane.ready_ns, self.wait_ns, lane.own_ns[0],
                          schedule, launch, oldest is not None)  # fmt: skip
         meetings = (stretch.met_ns[1:], lane.own_ns[1:]) if self.group.size > 1 else ()
@@ -234,6 +233,8 @@ class RankDriver:
             work = step_work(self.shape, plan)
             if self.group.size == 1:
                 return work, 1, repeat(0), True
+            if self._foresees:
+                return work, 1, repeat(self.cost.device_ns(work)), True
             return work, 1, (self.cost.device_ns(work) for _ in repeat(None)), False
         if plan.is_prefill or plan.rows_each > 1:
             work = step_work(self.shape, plan)

@@ -65,7 +65,7 @@ def test_the_closed_form_is_the_law_turn_by_turn(pipeline):
         devices.free_ns = free
         found.append((devices.run([one], until_ns=until), devices.free_ns))
         stretch = found[-1][0]
-        assert one.turns_ns(stretch) == stretch.met_ns[1:]
+        assert stretch.turns_ns(one) == stretch.met_ns[1:]
     (a, a_free), (b, b_free) = found
     assert (a.met_ns, a.starts_ns, a.all_ends_ns) == (b.met_ns, b.starts_ns, b.all_ends_ns)
     assert a_free == b_free
@@ -73,6 +73,7 @@ def test_the_closed_form_is_the_law_turn_by_turn(pipeline):
 
 def test_who_waits_bounds_how_far_a_group_goes():
     """One rank with nobody waiting vetoes a prefill where all must want it (R6)."""
+
     def far(steps, *, has_waiting=False, is_idle=False):
         return Horizon(steps, 3, 8, has_waiting, is_idle)
 

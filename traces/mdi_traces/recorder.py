@@ -20,6 +20,7 @@ from mdi_shared.vote import ALL, ANY, NONE
 VOTES = (NONE, ALL, ANY)
 NOT_YET = -1
 
+
 class Launches(NamedTuple):
     """When the first step of a stretch was launched, ns, and what the others' times follow from.
 
@@ -208,7 +209,7 @@ class RankRecorder:
                 entries["queues"].extend(
                     (row + index, advance.n_waiting + count, advance.n_running)
                 )
-        first = self.num_launched - advance.count - 1
+        first = self.num_launched - advance.repetitions - 1
         for step, free_blocks in advance.free_blocks:
             entries["pools"].extend((first + step, free_blocks, advance.free_slots))
         if advance.num_wanting:

@@ -77,7 +77,8 @@ class RankSteps:
         at_launch = (self.repetition == 1) & (begins("has_oldest") == 0)
         looks = np.where(at_launch, begins("t_launch"), looks)
         sched = np.where(first, begins("t_sched"), looks)
-        met, pred = sched.copy(), np.where(first, begins("pred_ns"), out["t_dev_end"] - out["t_dev_start"])
+        device = out["t_dev_end"] - out["t_dev_start"]
+        met, pred = sched.copy(), np.where(first, begins("pred_ns"), device)
         if len(self._columns["met_ns"]):
             later = np.flatnonzero(~first)
             met[later] = self._columns["met_ns"][: len(later)]
@@ -206,7 +207,8 @@ class RankSteps:
 
     def last_tokens(self, seq_ids: list[int]) -> dict[int, int]:
         """When sequences got the last of their tokens, ns; those without one are left out."""
-        done, out = self.own["t_done"], {}
+        done = self.own["t_done"]
+        out: dict[int, int] = {}
         dropped = set(zip(*(self.entries["dropped"][name].tolist() for name in FIELDS["dropped"]),
                           strict=True))  # fmt: skip
         stays, prompts = self._stays, self.entries["prompts"]
@@ -247,10 +249,10 @@ def _decode_columns(shape: ModelShape, k: Ints, counts: Ints) -> dict[str, Ints]
     core += shape.num_core_r1_layers * capped(k, shape.index_topk)
     window = shape.num_hidden_layers * capped(k, shape.sliding_window)
     keys = (shape.num_kv_source_r2_layers + shape.num_kv_source_r1_layers) * counts
-    c = coefficients(shape)
+    c: Any = coefficients(shape)  # its sums are as good for arrays
     attn, total = c.flops(counts, counts, keys, core + window, index_r2 + index_r1)
     return {
-        **dict.fromkeys(("n_seqs", "rows", "consumer_rows", "logit_rows"), counts),
+        "n_seqs": counts, "rows": counts, "consumer_rows": counts, "logit_rows": counts,
         "sum_k": sum_k, "sum_qk": sum_k,
         "max_k": np.maximum.reduceat(k, starts), "min_k": np.minimum.reduceat(k, starts),
         "key_rows": keys, "idx_pairs_r2": index_r2, "idx_pairs_r1": index_r1,

@@ -138,9 +138,7 @@ def _votes(decode_step: Ints, config: SchedulerConfig) -> Ints:
     return np.array(found, dtype=np.int64)[where]
 
 
-def _item_table(
-    rank: RankSteps, req_ids: pa.Array, run_id: str, first: int, stop: int
-) -> pa.Table:
+def _item_table(rank: RankSteps, req_ids: pa.Array, run_id: str, first: int, stop: int) -> pa.Table:
     items = rank.items(first, stop)
     row_of_seq = np.array([log.row for log in rank.requests], dtype=np.int32)
     values: dict[str, Any] = {

@@ -170,7 +170,9 @@ class RankPart:
                 name: base64.b64encode(values.tobytes()).decode()
                 for name, values in self.recorder.arrays().items()
             },
-            "logs": [[getattr(log, name) for name in _LOG_FIELDS] for log in self.recorder.requests],
+            "logs": [
+                [getattr(log, name) for name in _LOG_FIELDS] for log in self.recorder.requests
+            ],
             "requests": self.requests,
         }
 
