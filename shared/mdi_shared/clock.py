@@ -70,7 +70,7 @@ class DecodeClock:
         blocks = self._blocks
         while blocks:
             time, _, _, seq = blocks[0]
-            if _is_due(seq, time, block_size):
+            if seq.clock is not None and _is_due(seq, time, block_size):
                 return time - self.planned
             heappop(blocks)
         return FAR
@@ -80,10 +80,10 @@ class DecodeClock:
         blocks, out = self._blocks, []
         while blocks and blocks[0][0] <= planned:
             time, _, _, seq = heappop(blocks)
-            if _is_due(seq, time, block_size):
+            if seq.clock is not None and _is_due(seq, time, block_size):
                 out.append(seq)
         return out
 
 
 def _is_due(seq: "Sequence", time: int, block_size: int) -> bool:
-    return seq.clock is not None and len(seq.block_table) * block_size + 1 - seq.base == time
+    return len(seq.block_table) * block_size + 1 - seq.base == time

@@ -30,33 +30,29 @@ def commit_step(queues: Queues, step: InFlightStep, result: StepResult) -> StepO
     assert tokens is None or len(tokens) == len(step.seqs), (
         f"step {step.number} has {len(step.seqs)} sequences, its result {len(tokens)}"
     )
-    cut: dict[int, int] = {}  # rows not fully visible, and how much of them is
+    dropped: tuple[int, ...] = ()
+    ended: list[Ending]
     if plan.is_prefill:
         assert tokens is not None, "the first token of a prompt may end it"
         ended = _commit_prefill(queues, step, tokens)
     else:
-        cut = dict.fromkeys(dropped_rows(queues, step), 0)
+        dropped = dropped_rows(queues, step)
+        cut = dict.fromkeys(dropped, 0)  # rows not fully visible, and how much of them is
         queues.clock.done += 1
         if queues.is_even:
             ended = _commit_even(queues, step, tokens)
         else:
             assert tokens is not None, "each sequence must be told its tokens"
             ended = _commit_each(queues, step, tokens, cut)
-    if cut and tokens:
-        visible = list(tokens)
-        for index, count in cut.items():
-            visible[index] = visible[index][:count]
-        tokens = tuple(visible)
+        if cut and tokens:
+            visible = list(tokens)
+            for index, count in cut.items():
+                visible[index] = visible[index][:count]
+            tokens = tuple(visible)
     return StepOutcome(
-        step=step.number,
-        is_prefill=plan.is_prefill,
-        batch=plan.batch,
-        tokens=tokens or (),
-        dropped=tuple(index for index, count in cut.items() if count == 0),
-        ended=tuple(ended),
-        n_waiting=len(queues.waiting),
-        n_running=len(queues.running),
-    )
+        step.number, plan.is_prefill, plan.batch, tokens or (), dropped, tuple(ended),
+        len(queues.waiting), len(queues.running),
+    )  # fmt: skip
 
 
 def dropped_rows(queues: Queues, step: InFlightStep) -> tuple[int, ...]:
@@ -68,7 +64,7 @@ def dropped_rows(queues: Queues, step: InFlightStep) -> tuple[int, ...]:
 
 def _commit_prefill(queues: Queues, step: InFlightStep, tokens: Tokens) -> list[Ending]:
     """Book a prefill step, none of whose rows is ever cut short; return the requests it ends."""
-    ended = []
+    ended: list[Ending] = []
     for seq, (q, _, _), new in zip(step.seqs, step.plan.prompts, tokens, strict=True):
         assert not seq.is_finished, "a prefill step is processed in the turn that planned it"
         seq.prefilled += q
@@ -105,7 +101,7 @@ def _commit_each(
     queues: Queues, step: InFlightStep, tokens: Tokens, cut: dict[int, int]
 ) -> list[Ending]:
     """Book a decode step sequence by sequence; adds to `cut` what is not fully visible."""
-    ended = []
+    ended: list[Ending] = []
     rows = queues.clock.rows
     for index, (seq, new) in enumerate(zip(step.seqs, tokens, strict=True)):
         if seq.clock is None:

@@ -157,7 +157,7 @@ class SchedulerConfig:
 
     @property
     def keeps_order(self) -> bool:
-        """Whether running sequences stay in order, so that the decode clock tells who needs a block.
+        """Whether running sequences keep their order, and the decode clock tells who needs a block.
 
         They do where all grow by one token per step; upstream sorts equals anew in each.
         """

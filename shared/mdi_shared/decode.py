@@ -57,10 +57,12 @@ class DecodeSelection:
     def select(self) -> DecodeStep:
         """Choose the batch, give it blocks and preempt where there are too few."""
         queues = self.queues
-        step = DecodeStep(queues.take_dead_running(), queues.drop_all_dead())
+        finished = queues.take_dead_running() if queues.dead else []
+        step = DecodeStep(finished, queues.drop_all_dead() if queues.num_dead_waiting else [])
         if queues.keeps_order:
             self._give_blocks(step)
-            self._update(step)
+            if finished or step.preempted or queues.joined:
+                self._update(step)
         else:
             self._sort(step)
         queues.joined.clear()

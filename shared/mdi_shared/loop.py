@@ -14,6 +14,7 @@ awaited in the next one, so that planning overlaps the device (docs/rules.md, R2
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mdi_shared.plan import Advance, Ending, StepOutcome, StepPlan, StepResult
 from mdi_shared.repeat import Horizon
@@ -27,8 +28,7 @@ class Poll:
     """Look at the world. Answer: `News`."""
 
 
-@dataclass(frozen=True, slots=True)
-class News:
+class News(NamedTuple):
     """Requests and aborts (by `req_id`) since the last poll, in order of arrival.
 
     `now_ns` is the time of this poll, which only scheduling policies ask for.
@@ -39,8 +39,7 @@ class News:
     now_ns: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Vote:
+class Vote(NamedTuple):
     """Combine this ballot with those of the other ranks. Answer: bool.
 
     `topic` is "unfinished" once per turn, "prefill" for the decision and "admitted" for its
@@ -51,8 +50,7 @@ class Vote:
     ballot: Ballot
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """Start a step. Answer: int, how many steps the driver took in one go; 1 is always right.
 
     A driver that can foretell results may take as many steps of this very batch as all ranks'
@@ -74,12 +72,11 @@ class AwaitArrival:
     """Sleep until something arrives. Answer: bool, False when nothing ever will."""
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """Tell the driver what became visible; no answer.
 
-    `outcome` is a processed step, `advance` several repeated ones. `ended` are requests that left
-    without a step: aborted, refused, or stopped by preemption.
+    `outcome` is a processed step, `advance` several repeated ones before it. `ended` are requests
+    that left without a step: aborted, refused, or stopped by preemption.
     """
 
     ended: tuple[Ending, ...] = ()
@@ -87,6 +84,7 @@ class Report:
     advance: Advance | None = None
 
 
+POLL, AWAIT_STEP, AWAIT_ARRIVAL = Poll(), AwaitStep(), AwaitArrival()
 Effect = Poll | Vote | Launch | AwaitStep | AwaitArrival | Report
 Answer = News | StepResult | bool | int | None
 Loop = Generator[Effect, Answer, None]
@@ -99,32 +97,37 @@ def serve(scheduler: Scheduler, *, num_ranks: int = 1) -> Loop:
     step can ever serve.
     """
     while True:
-        yield from _take_news(scheduler)
+        news: Answer = yield POLL
+        assert isinstance(news, News), news
+        if scheduler.decisions is not None:
+            scheduler.decisions.view.now_ns = news.now_ns
+        if news.arrivals or news.aborts:
+            yield from _take_in(scheduler, news)
         unfinished = scheduler.has_unfinished()
         if num_ranks > 1:
             unfinished = yield Vote("unfinished", Ballot(ANY, unfinished))  # type: ignore[assignment]
         if not unfinished:
             yield from _drain(scheduler)
-            if not (yield AwaitArrival()):
+            if not (yield AWAIT_ARRIVAL):
                 return
             continue
-        plan = yield from _plan(scheduler, num_ranks)
+        ballot = scheduler.ballot()
+        if ballot.rule == NONE or not (ballot.want or num_ranks > 1):
+            plan = scheduler.plan_decode(ballot)
+        else:
+            plan = yield from _decide(scheduler, ballot, num_ranks)
         if plan.ignored:
             yield Report(_without_aborted(plan.ignored))
         horizon = scheduler.horizon(plan)
         taken = yield Launch(plan, horizon)
         assert isinstance(taken, int), taken
         assert 1 <= taken <= horizon.steps, f"{taken} of {horizon.steps} steps"
-        if taken > 1:
-            yield Report(advance=scheduler.advance(taken - 1))
-        yield from _drain(scheduler, 0 if plan.is_prefill else scheduler.keep)
+        advance = scheduler.advance(taken - 1) if taken > 1 else None
+        yield from _drain(scheduler, 0 if plan.is_prefill else scheduler.keep, advance)
         scheduler.release()
 
 
-def _take_news(scheduler: Scheduler) -> Loop:
-    news = yield Poll()
-    assert isinstance(news, News), news
-    scheduler.note_time(news.now_ns)
+def _take_in(scheduler: Scheduler, news: News) -> Loop:
     for request in news.arrivals:
         scheduler.submit(request)
     if news.aborts:
@@ -132,11 +135,10 @@ def _take_news(scheduler: Scheduler) -> Loop:
         yield Report(tuple(ending for ending in ended if ending is not None))
 
 
-def _plan(scheduler: Scheduler, num_ranks: int) -> Generator[Effect, Answer, StepPlan]:
+def _decide(
+    scheduler: Scheduler, ballot: Ballot, num_ranks: int
+) -> Generator[Effect, Answer, StepPlan]:
     """Decide between prefill and decode, with the group where there is one (R6)."""
-    ballot = scheduler.ballot()
-    if ballot.rule == NONE:
-        return scheduler.plan_decode(ballot)
     go: Answer = ballot.want
     if num_ranks > 1:
         go = yield Vote("prefill", ballot)
@@ -158,9 +160,11 @@ def _without_aborted(ignored: tuple[Ending, ...]) -> tuple[Ending, ...]:
     return tuple(ending for ending in ignored if ending.reason != REASONS[State.ABORTED])
 
 
-def _drain(scheduler: Scheduler, keep: int = 0) -> Loop:
-    """Process steps in flight, oldest first, until `keep` are left."""
+def _drain(scheduler: Scheduler, keep: int = 0, advance: Advance | None = None) -> Loop:
+    """Process steps in flight, oldest first, until `keep` are left; `advance` came before them."""
     while scheduler.num_in_flight > keep:
-        result = yield AwaitStep()
+        result = yield AWAIT_STEP
         assert isinstance(result, StepResult), result
-        yield Report(outcome=scheduler.commit(result))
+        yield Report((), scheduler.commit(result), advance)
+        advance = None
+    assert advance is None, "more steps than one leave one to process"

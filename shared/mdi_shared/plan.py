@@ -100,6 +100,7 @@ class StepPlan(NamedTuple):
 
     step: int
     kind: str
+    is_prefill: bool  # of that kind, idle or not
     batch: Batch = NOBODY
     shift: int = 0
     rows_each: int = 1
@@ -160,21 +161,14 @@ class StepPlan(NamedTuple):
     def items(self) -> tuple[StepItem, ...]:
         """The columns as rows."""
         last = len(self.batch) - 1
-        columns = zip(self.seq_ids, self.qs, self.ks, self.slots, self.num_blocks, self.new_blocks,
-                      strict=True)  # fmt: skip
-        return tuple(
-            StepItem(*row, is_last_chunk=not (self.is_partial and i == last))
-            for i, row in enumerate(columns)
-        )
-
-    @property
-    def is_prefill(self) -> bool:
-        return self.kind in (PREFILL, IDLE_PREFILL)
+        is_last = [not (self.is_partial and i == last) for i in range(last + 1)]
+        columns = (self.seq_ids, self.qs, self.ks, self.slots, self.num_blocks, self.new_blocks)
+        return tuple(map(StepItem._make, zip(*columns, is_last, strict=True)))
 
     @property
     def prompt_tokens(self) -> int:
         """Rows of a prefill step, 0 for any other."""
-        return sum([q for q, _, _ in self.prompts])
+        return sum([q for q, _, _ in self.prompts]) if self.prompts else 0
 
     def to_json(self) -> dict[str, Any]:
         """Return plain dicts, lists, ints and strings; `from_json` inverts it."""
@@ -230,7 +224,7 @@ class StepOutcome(NamedTuple):
 
 
 class Advance(NamedTuple):
-    """What `count` repetitions of a decode step changed (see `Scheduler.advance`).
+    """What so many `repetitions` of a decode step changed (see `Scheduler.advance`).
 
     `processed` older steps were processed meanwhile; the first of them had rows of the sequences
     `dropped`, which had left.
@@ -239,7 +233,7 @@ class Advance(NamedTuple):
     where there was a vote.
     """
 
-    count: int
+    repetitions: int
     processed: int
     dropped: tuple[int, ...]
     free_blocks: tuple[tuple[int, int], ...]

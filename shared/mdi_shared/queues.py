@@ -138,13 +138,11 @@ class Queues:
 
     def take_dead_running(self) -> list[Sequence]:
         """Remove finished members of `running`, in its order; they keep their memory for now."""
-        dead = self.dead
-        if dead:
-            if len(dead) > 1:
-                dead.sort(key=self.running.index)
-            for seq in dead:
-                self.running.remove(seq)
-            self.dead = []
+        dead, self.dead = self.dead, []
+        if len(dead) > 1:
+            dead.sort(key=self.running.index)
+        for seq in dead:
+            self.running.remove(seq)
         return dead
 
     def requeue(self, seq: Sequence) -> None:
@@ -196,8 +194,6 @@ class Queues:
 
     def drop_all_dead(self) -> list[Ending]:
         """Remove finished members anywhere in `waiting`."""
-        if self.num_dead_waiting == 0:
-            return []
         dead = [seq for seq in self.waiting if seq.is_finished]
         self.waiting = deque(seq for seq in self.waiting if not seq.is_finished)
         self.num_dead_waiting = 0

@@ -6,7 +6,7 @@ horizon is always safe: it only costs speed. Ranks of a group step together, so 
 horizon is everybody's.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from mdi_shared.clock import FAR
@@ -33,6 +33,10 @@ def common_repeats(horizons: Sequence[Horizon]) -> tuple[int, int]:
 
     Where all must want a prefill, one rank with nobody waiting keeps the group decoding.
     """
+    if len(horizons) == 1:
+        steps, to_vote, _, has_waiting, is_idle = horizons[0]
+        certain = 1 if is_idle else min(steps, to_vote)
+        return certain, certain if has_waiting or is_idle else steps
     steps = min([horizon.steps for horizon in horizons])
     if steps == 1 or all([horizon.is_idle for horizon in horizons]):
         return 1, 1
@@ -51,24 +55,25 @@ def foretell(queues: Queues, num_members: int, *, keep: int) -> int:
     """
     if not num_members:
         return FAR
-    size = queues.config.block_size
+    clock, size = queues.clock, queues.config.block_size
     rounds = queues.blocks.num_free // num_members
-    blocks = rounds * size if rounds else queues.clock.steps_to_block(size)
+    blocks = rounds * size if rounds else clock.steps_to_block(size)
     # The step that ends a sequence is processed by the loop, with `keep` more in flight.
-    return min(queues.clock.steps_to_end() - (queues.clock.in_flight - 1 - keep), blocks + 1)
+    return min(clock.steps_to_end() - (clock.planned - clock.done - 1 - keep), blocks + 1)
 
 
-def take_blocks(queues: Queues, count: int) -> Iterator[tuple[int, int]]:
+def take_blocks(queues: Queues, count: int, free_blocks: int) -> tuple[tuple[int, int], ...]:
     """Give out the blocks of `count` further decode steps in the order single steps would.
 
-    Yields (step, free blocks) for the first of them and for each that takes some.
+    Returns (step, blocks left) for each step after which others are left than before; at first they
+    were `free_blocks`.
     """
-    clock, size = queues.clock, queues.config.block_size
-    step = min(max(clock.steps_to_block(size), 0) + 1, count + 1)
-    if step > 1:
-        yield 1, queues.blocks.num_free
+    clock, size, blocks = queues.clock, queues.config.block_size, queues.blocks
+    left = [] if blocks.num_free == free_blocks else [(1, blocks.num_free)]
+    step = max(clock.steps_to_block(size), 0) + 1
     while step <= count:
         for seq in clock.take_needy(clock.planned + step - 1, size):
             queues.add_blocks(seq, 1)
-        yield step, queues.blocks.num_free
+        left.append((step, blocks.num_free))
         step = max(clock.steps_to_block(size), 0) + 1
+    return tuple(left)

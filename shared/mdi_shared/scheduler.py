@@ -56,20 +56,16 @@ class Scheduler:
         self.policy: ChunkPolicy = policy if policy is not None else TokenBudget()
         self.decode_step = 0  # decode steps since the last prefill step, idle ones included
         self.step = 0  # number of the newest step planned; the first is 1
+        self.keep = int(config.enable_zos)  # decode steps in flight from one turn to the next
         self.num_preempted = 0
-        self._decisions = None if scheduling is None else Decisions(scheduling, self.queues)
-        self._prefill = PrefillSelection(self.queues, self.policy, self._decisions)
-        self._decode = DecodeSelection(self.queues, self._decisions)
+        self.decisions = None if scheduling is None else Decisions(scheduling, self.queues)
+        self._prefill = PrefillSelection(self.queues, self.policy, self.decisions)
+        self._decode = DecodeSelection(self.queues, self.decisions)
         self._in_flight: deque[InFlightStep] = deque()  # oldest first
         self._to_release: list[Sequence] = []
         self._next_seq_id = 0
         self._idle_turns = 0  # in a row, with the same head in the same state
         self._idle_head = (-1, 0)
-
-    def note_time(self, now_ns: int) -> None:
-        """Note the time of a poll for the scheduling policy; the scheduler itself has no clock."""
-        if self._decisions is not None:
-            self._decisions.view.now_ns = now_ns
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -158,8 +154,9 @@ class Scheduler:
         plan = StepPlan(
             step=self._next_step(),
             kind=DECODE if batch.members else IDLE_DECODE,
+            is_prefill=False,
             batch=batch,
-            shift=clock.done - 1 + (clock.in_flight + 1) * clock.rows,
+            shift=clock.done - 1 + (clock.planned - clock.done + 1) * clock.rows,
             rows_each=clock.rows,
             block_size=self.config.block_size,
             taken=tuple(chosen.taken),
@@ -173,7 +170,7 @@ class Scheduler:
             want=ballot.want,
             free_blocks=queues.blocks.num_free,
             free_slots=queues.slots.num_free,
-            num_batched_tokens=clock.rows * len(batch),
+            num_batched_tokens=clock.rows * len(batch.members),
         )
         self._check_progress(plan)
         self._put_in_flight(plan, chosen.seqs)
@@ -186,6 +183,7 @@ class Scheduler:
         plan = StepPlan(
             step=self._next_step(),
             kind=PREFILL if picked else IDLE_PREFILL,
+            is_prefill=True,
             batch=Batch(batch.members()),
             prompts=tuple(batch.rows),
             block_size=self.config.block_size,
@@ -215,7 +213,13 @@ class Scheduler:
     def _check_progress(self, plan: StepPlan) -> None:
         """Raise when this and every later step is an empty decode although requests wait."""
         queues = self.queues
-        if len(plan.batch) or plan.finished or plan.ignored or plan.preempted or not queues.waiting:
+        if (
+            plan.batch.members
+            or plan.finished
+            or plan.ignored
+            or plan.preempted
+            or not queues.waiting
+        ):
             self._idle_turns = 0
             return
         if queues.running:
@@ -263,20 +267,15 @@ class Scheduler:
 
         Asked right after `plan` was made.
         """
-        queues = self.queues
-        steps = 1
-        if queues.keeps_order and not plan.is_prefill:
-            steps = foretell(queues, len(plan.batch), keep=self.keep)
-        return Horizon(
-            steps,
-            *steps_to_votes(
-                plan.decode_step,
-                self.config.prefill_attempt_interval,
-                self.config.prefill_any_attempt_interval,
-            ),
-            has_waiting=bool(queues.waiting),
-            is_idle=not (len(plan.batch) or queues.waiting),
+        queues, config = self.queues, self.config
+        members, has_waiting = len(plan.batch.members), bool(queues.waiting)
+        if plan.is_prefill or not queues.keeps_order:
+            return Horizon(1, 1, 1, has_waiting, is_idle=False)
+        to_vote, to_any = steps_to_votes(
+            plan.decode_step, config.prefill_attempt_interval, config.prefill_any_attempt_interval
         )
+        steps = foretell(queues, members, keep=self.keep)
+        return Horizon(steps, to_vote, to_any, has_waiting, not (members or has_waiting))
 
     def advance(self, count: int) -> Advance:
         """Book `count` more steps like the newest, and process the older ones they leave behind.
@@ -285,38 +284,31 @@ class Scheduler:
         ballot and plan_decode, where `horizon` promised more than `count` steps.
         """
         self.release()
-        queues, clock = self.queues, self.queues.clock
-        processed = clock.in_flight - self.keep + count - 1
-        oldest = self._in_flight[0]
-        members = oldest.plan.batch.members
-        dropped = [members[i].seq_id for i in dropped_rows(queues, oldest)] if processed else []
-        wanted = self.want_prefill()
-        free_blocks = tuple(take_blocks(queues, count))
+        queues, clock, in_flight = self.queues, self.queues.clock, self._in_flight
+        oldest, newest = in_flight[0], in_flight[-1]
+        processed = len(in_flight) - self.keep + count - 1
+        dropped: list[int] = []
+        if processed and oldest.num_departed != queues.num_departed:
+            members = oldest.plan.batch.members
+            dropped = [members[i].seq_id for i in dropped_rows(queues, oldest)]
+        wanted = bool(queues.waiting) and self.want_prefill()
+        free_blocks = take_blocks(queues, count, newest.plan.free_blocks)
         clock.planned += count
         clock.done += processed
         self.step += count
         self.decode_step += count
-        newest = self._in_flight[-1]
-        self._in_flight.clear()
-        for number in range(self.step - self.keep, self.step + 1):
-            step = InFlightStep(newest.plan, newest.seqs, queues.num_departed)
-            step.number = number
-            self._in_flight.append(step)
+        in_flight.clear()
+        if self.keep:
+            before = InFlightStep(newest.plan, newest.seqs, queues.num_departed)
+            before.number = self.step - 1
+            in_flight.append(before)
+        newest.number = self.step
+        in_flight.append(newest)
+        num_wanting = self._wanting_steps(count, free_blocks) if wanted else 0
         return Advance(
-            count=count,
-            processed=processed,
-            dropped=tuple(dropped),
-            free_blocks=free_blocks,
-            free_slots=queues.slots.num_free,
-            n_waiting=len(queues.waiting),
-            n_running=len(queues.running),
-            num_wanting=self._wanting_steps(count, free_blocks) if wanted else 0,
-        )
-
-    @property
-    def keep(self) -> int:
-        """Decode steps that stay in flight from one turn to the next."""
-        return 1 if self.config.enable_zos else 0
+            count, processed, tuple(dropped), free_blocks, queues.slots.num_free,
+            len(queues.waiting), len(queues.running), num_wanting,
+        )  # fmt: skip
 
     def _wanting_steps(self, count: int, free_blocks: tuple[tuple[int, int], ...]) -> int:
         """In how many of `count` repetitions a prefill is wanted: what they take may end it."""

@@ -5,13 +5,12 @@ ballots between ranks and applies `decide`. Nothing here communicates.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 NONE, ALL, ANY = "none", "all", "any"
 
 
-@dataclass(frozen=True, slots=True)
-class Ballot:
+class Ballot(NamedTuple):
     """One rank's part in a decision: the rule in force and what the rank wants."""
 
     rule: str

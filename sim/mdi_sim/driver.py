@@ -20,7 +20,6 @@ from mdi_shared.cost.step_cost import StepCost, decode_times
 from mdi_shared.cost.work import DecodeWork, StepWork, step_work
 from mdi_shared.loop import (
     Answer,
-    AwaitArrival,
     AwaitStep,
     Launch,
     News,
@@ -38,6 +37,7 @@ from mdi_sim.source import NEVER, Source
 from mdi_sim.stretch import Lane, Stretch
 from mdi_traces.recorder import Launches, RankRecorder
 
+NO_NEWS = News()
 Waits = Generator[simpy.Event, Any, Answer]
 
 
@@ -86,6 +86,9 @@ class RankDriver:
         self.wait_ns = 0  # spent at votes since the last poll
         self.ingress_ns = 0  # what taking in the arrivals of the last poll costs
         self._in_flight: deque[InFlight] = deque()  # oldest first
+        self._drafts = self.outcomes.needs_lengths
+        self._foresees = hasattr(self.cost, "decode_times")
+        self._hosts: dict[int, tuple[int, int, int]] = {}  # of decode steps, by sequences
         # Arrivals that a loop polling every step would have queued, by the steps processed since
         # the last poll: (index of the first that saw so many, how many).
         self._due: list[tuple[int, int]] = []
@@ -99,20 +102,20 @@ class RankDriver:
                 effect = loop.send(answer)
             except StopIteration:
                 return None
-            if isinstance(effect, Report):
-                answer = self._report(effect)
-            elif isinstance(effect, AwaitStep):
+            if type(effect) is Report:
+                self._report(effect)
+                answer = None
+            elif type(effect) is AwaitStep:
                 answer = self._await_step()
-            elif isinstance(effect, Launch):
+            elif type(effect) is Launch:
                 answer = yield from self._launch(effect)
-            elif isinstance(effect, Poll):
+            elif type(effect) is Poll:
                 if self.group.size > 1:
                     yield from self._catch_up()
                 answer = self._poll()
-            elif isinstance(effect, Vote):
+            elif type(effect) is Vote:
                 answer = yield from self._vote(effect)
             else:
-                assert isinstance(effect, AwaitArrival), effect
                 answer = yield from self._await_arrival()
 
     def _catch_up(self) -> Waits:
@@ -127,10 +130,13 @@ class RankDriver:
     # ---- effects -------------------------------------------------------------------------------
 
     def _poll(self) -> News:
-        self.poll_ns, self.wait_ns = self.now, 0
+        self.poll_ns, self.wait_ns, self.ingress_ns = self.now, 0, 0
         self._due.clear()
         if self.now >= self.group.until_ns:
             raise TimeIsUp
+        if not self.source.count_due(self.now):
+            # Only scheduling policies ask what time it is.
+            return NO_NEWS if self.scheduler.decisions is None else News(now_ns=self.now)
         arrivals = []
         for row in self.source.take(self.now):
             request, stop = self.request_of(row, self.source.arrived_ns.get(row))
@@ -158,38 +164,47 @@ class RankDriver:
         return True
 
     def _launch(self, effect: Launch) -> Waits:
-        plan = effect.plan
+        plan, host = effect.plan, self.cost.host
         self.outcomes.planned(plan)
-        schedule, launch, process = self.cost.host.of_step(
-            len(plan.batch), plan.prompt_tokens, is_alone=self.group.size == 1
-        )
+        prompt_tokens = plan.prompt_tokens
+        schedule, launch, process = self._host_times(len(plan.batch.members), prompt_tokens)
         planned = self.now + self.ingress_ns + schedule
-        ready = planned + launch
-        steps = min(effect.horizon.steps, self.outcomes.steps_before_stop(plan))
-        rows, work, device = self._device_times(plan)
+        horizon, in_flight = effect.horizon, self._in_flight
+        if horizon.steps > 1:
+            steps = self.outcomes.steps_before_stop(plan) if self.fast_forward else 1
+            horizon = horizon if steps >= horizon.steps else horizon._replace(steps=steps)
         oldest = None
-        if len(self._in_flight) == self.scheduler.keep:
-            oldest = self._in_flight[0].process_ns if self._in_flight else process
+        if len(in_flight) == self.scheduler.keep:
+            oldest = in_flight[0].process_ns if in_flight else process
+        work, rows, device, is_certain = self._device_times(plan)
         lane = Lane(
-            plan=plan, rows=rows, device=device,
-            horizon=effect.horizon._replace(steps=steps if self.fast_forward else 1),
-            ready_ns=ready, queued_ns=ready + self.cost.host.queue(plan.prompt_tokens),
+            horizon, plan.is_prefill, rows, device, is_certain,
+            ready_ns=planned + launch, queued_ns=planned + launch + host.queue(prompt_tokens),
             host_ns=schedule + launch, process_ns=process, oldest_ns=oldest,
             next_ns=self.source.next_ns(), met_ns=self.now,
-            in_flight_ns=[step.end_ns for step in self._in_flight],
+            in_flight_ns=[step.end_ns for step in in_flight],
         )  # fmt: skip
-        stretch = yield from self.group.launches.meet(self.rank, lane)
-        self._note_stretch(lane, stretch, work, (planned, ready, schedule, launch))
-        return len(stretch.starts_ns)
+        if self.group.size == 1:
+            stretch = self.group.run([lane])
+        else:
+            stretch = yield from self.group.launches.meet(self.rank, lane)
+        count = len(stretch.starts_ns)
+        turns = stretch.met_ns[1:] if self.group.size == 1 else stretch.turns_ns(lane)
+        times = Launches(self.poll_ns, planned, lane.ready_ns, self.wait_ns, lane.own_ns[0],
+                         schedule, launch, oldest is not None)  # fmt: skip
+        meetings = (stretch.met_ns[1:], lane.own_ns[1:]) if self.group.size > 1 else ()
+        self.recorder.launched(plan, work, times, count, meetings)
+        self._land(lane, plan, stretch, turns)
+        return count
 
     def _await_step(self) -> StepResult:
-        step = self._in_flight.popleft()
-        self.now = max(self.now, step.end_ns) + step.process_ns
-        self.recorder.landed([step.start_ns], [step.end_ns], [self.now], [step.process_ns])
-        return self.outcomes.result(step.plan, step.shift)
+        plan, shift, start, end, process = self._in_flight.popleft()
+        self.now = max(self.now, end) + process
+        self.recorder.landed_one(start, end, self.now, process)
+        return self.outcomes.result(plan, shift)
 
     def _report(self, report: Report) -> None:
-        if self.outcomes.needs_lengths and report.outcome is not None:
+        if self._drafts and report.outcome is not None:
             self.outcomes.note_lengths(report.outcome)
         ended = self.recorder.reported(report, self.now, self._due)
         for row in ended:
@@ -199,70 +214,70 @@ class RankDriver:
 
     # ---- steps ---------------------------------------------------------------------------------
 
-    def _device_times(self, plan: StepPlan) -> tuple[int, StepWork | None, Iterator[int]]:
-        """Return a step's rows, its work where it is not one row each, and device times, ns.
+    def _host_times(self, num_seqs: int, prompt_tokens: int) -> tuple[int, int, int]:
+        """Return what planning, launching and processing a step take, ns."""
+        known = None if prompt_tokens else self._hosts.get(num_seqs)
+        if known is None:
+            is_alone = self.group.size == 1
+            known = self.cost.host.of_step(num_seqs, prompt_tokens, is_alone=is_alone)
+            if not prompt_tokens:
+                self._hosts[num_seqs] = known
+        return known
 
-        The times are those of the step and of further ones of the same batch.
+    def _device_times(self, plan: StepPlan) -> tuple[StepWork | None, int, Iterator[int], bool]:
+        """Return a step's work, where it is not one row each, its rows, and device times, ns.
+
+        The times are those of the step and of further ones of the same batch. Asking a model of
+        one's own for more than are used could change what it says next: the last is False then.
         """
-        if not len(plan.batch):
+        if not plan.batch.members:
             # A placeholder, but only in a group: for the others' sake.
             work = step_work(self.shape, plan)
             if self.group.size == 1:
-                return 1, work, repeat(0)
-            return 1, work, (self.cost.device_ns(work) for _ in repeat(None))
+                return work, 1, repeat(0), True
+            if self._foresees:
+                return work, 1, repeat(self.cost.device_ns(work)), True
+            return work, 1, (self.cost.device_ns(work) for _ in repeat(None)), False
         if plan.is_prefill or plan.rows_each > 1:
             work = step_work(self.shape, plan)
-            return work.rows, work, repeat(self.cost.device_ns(work), 1)
-        work = DecodeWork(self.shape, plan.batch, plan.shift)
-        return len(plan.batch), None, decode_times(self.cost, work)
+            return work, work.rows, repeat(self.cost.device_ns(work)), True
+        steps = DecodeWork(self.shape, plan.batch, plan.shift)
+        times = decode_times(self.cost, steps)
+        return None, steps.num_seqs, times, self._foresees
 
-    def _note_stretch(
-        self, lane: Lane, stretch: Stretch, work: StepWork | None, first: tuple[int, int, int, int]
-    ) -> None:
-        """Record a stretch; leave in flight what the loop has not processed."""
-        plan, starts, process = lane.plan, stretch.starts_ns, lane.process_ns
-        planned, ready, schedule, launch = first
-        turns = lane.turns_ns(stretch)
-        met = stretch.met_ns[1:]
-        self.recorder.launched(plan, work, Launches(
-            t_sched=[self.poll_ns, *turns],
-            t_planned=[planned, *[time + schedule for time in met]],
-            t_launch=[ready, *[time + schedule + launch for time in met]],
-            wait_ns=[self.wait_ns, *[time - turn for time, turn in zip(met, turns, strict=True)]],
-            pred_ns=lane.own_ns,
-        ))  # fmt: skip
-        self.now = ready
-        self._land(plan, stretch, process, turns[lane.oldest_ns is None :])
-        if turns:
-            self._count_due(turns, first=int(lane.oldest_ns is not None))
-            self.poll_ns, self.wait_ns = turns[-1], met[-1] - turns[-1]
-            self.now = met[-1] + schedule + launch
-
-    def _land(
-        self, plan: StepPlan, stretch: Stretch, process_ns: int, landed_ns: list[int]
-    ) -> None:
-        """Record the steps that turns of a stretch have processed; keep those in flight."""
-        before, count = self._in_flight, len(landed_ns)
-        starts = [*[step.start_ns for step in before], *stretch.starts_ns]
-        ends = stretch.all_ends_ns
-        process = [step.process_ns for step in before] + [process_ns] * len(stretch.starts_ns)
-        shift = plan.shift - len(before)
-        if count:
-            self.recorder.landed(starts[:count], ends[:count], landed_ns, process[:count])
-        left = [before.popleft() for _ in range(len(before))][count:]
-        before += left
-        before += [
-            InFlight(plan, shift + i, starts[i], ends[i], process_ns)
-            for i in range(count + len(left), len(starts))
+    def _land(self, lane: Lane, plan: StepPlan, stretch: Stretch, turns: list[int]) -> None:
+        """Record the steps that the turns of a stretch have processed; keep those in flight."""
+        in_flight, starts, ends = self._in_flight, stretch.starts_ns, stretch.all_ends_ns
+        process = lane.process_ns
+        if not turns:
+            self.now = lane.ready_ns
+            in_flight.append(InFlight(plan, plan.shift, starts[0], ends[-1], process))
+            return
+        landed, processes = turns, [process] * len(turns)
+        if lane.oldest_ns is None:
+            landed = turns[1:]
+            processes.pop()
+        elif in_flight:
+            oldest = in_flight.popleft()
+            starts = [oldest.start_ns, *starts]
+            processes[0] = oldest.process_ns
+        count = len(landed)
+        self.recorder.landed(starts[:count], ends[:count], landed, processes)
+        shift = plan.shift + len(stretch.starts_ns) - len(starts)
+        in_flight += [
+            InFlight(plan, shift + i, starts[i], ends[i], process)
+            for i in range(count, len(starts))
         ]
+        if self.source.next_ns() <= turns[-1]:
+            self._count_due(turns, first=int(lane.oldest_ns is not None))
+        self.poll_ns, self.wait_ns = turns[-1], stretch.met_ns[-1] - turns[-1]
+        self.now = stretch.met_ns[-1] + lane.host_ns
 
     def _count_due(self, turns: list[int], first: int) -> None:
         """Note who arrived while steps were taken without a look at the world.
 
         What a turn processes sees the arrivals of the turn before it, from step `first` on.
         """
-        if self.source.next_ns() > turns[-1]:
-            return
         for index, time_ns in enumerate(turns, start=first):
             due = self.source.count_due(time_ns)
             if due:

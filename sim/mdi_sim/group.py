@@ -57,12 +57,13 @@ class Group:
         self.until_ns = until_ns
         self.devices = Devices(cost if size > 1 else None, looks_cost=looks_cost)
         self.votes: Barrier[tuple[Ballot, int], tuple[bool, int]] = Barrier(env, size, _decide)
-        self.launches: Barrier[Lane, Stretch] = Barrier(env, size, self._run)
+        self.launches: Barrier[Lane, Stretch] = Barrier(env, size, self.run)
         # The ranks meet for the next arrival: one that looked on its own could miss what another
         # just took, and go home while the others wait for it in their next vote.
         self.arrivals: Barrier[tuple[int, int], tuple[int, int]] = Barrier(env, size, _earliest)
 
-    def _run(self, lanes: list[Lane]) -> Stretch:
+    def run(self, lanes: list[Lane]) -> Stretch:
+        """Run a stretch of all ranks' steps."""
         return self.devices.run(lanes, until_ns=self.until_ns)
 
 

@@ -104,10 +104,7 @@ class Outcomes:
         if not item.is_last_chunk:
             return ()
         prompt_len, stop = self.stops.get(item.seq_id, (0, 0))
-        if self.needs_lengths:
-            done = self.lengths.get(item.seq_id, 0)
-        else:
-            done = item.k - prompt_len
+        done = self.lengths.get(item.seq_id, 0) if self.needs_lengths else item.k - prompt_len
         count = 1 if plan.is_prefill else 1 + self._accepted(item, done)
         tokens = [self._plain] * count
         if done < stop <= done + count:

@@ -198,7 +198,7 @@ class _RecordedDriver(RankDriver):
         following = self._at("t_sched", self.scheduler.step + 1)
         due = [name for end, name in self._aborts if end < following]
         self._aborts = self._aborts[len(due) :]
-        return replace(news, aborts=tuple(due))
+        return news._replace(aborts=tuple(due))
 
     def _launch(self, effect: Launch) -> Waits:
         plan, index = effect.plan, effect.plan.step - 1
@@ -207,7 +207,7 @@ class _RecordedDriver(RankDriver):
         self.now = max(planned, min(self._at("t_launch", index), _NEVER - 1))
         start, end = self._at("t_dev_start", index), self._at("t_dev_end", index)
         self._in_flight.append(InFlight(plan, plan.shift, start, end, 0))
-        times = Launches([self.poll_ns], [planned], [self.now], [0], [end - start])
+        times = Launches(self.poll_ns, planned, self.now, 0, end - start)
         self.recorder.launched(plan, step_work(self.shape, plan), times)
         return 1
         yield  # a process, as the simulator's
@@ -216,5 +216,5 @@ class _RecordedDriver(RankDriver):
         step = self._in_flight.popleft()
         self.now = max(self.now, self._at("t_done", self._landed_steps))
         self._landed_steps += 1
-        self.recorder.landed([step.start_ns], [step.end_ns], [self.now], [0])
+        self.recorder.landed_one(step.start_ns, step.end_ns, self.now, 0)
         return self.outcomes.result(step.plan, step.shift)

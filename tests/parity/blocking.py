@@ -140,7 +140,7 @@ class BlockingRank:
         duration = self.cost.device_ns(work) if plan.seq_ids or not is_alone else 0
         queued = self.now + self.cost.host.queue(plan.prompt_tokens)
         self.devices.launch(self.rank, plan.step, self.now, duration, queued)
-        times = Launches([self.polled], [planned], [self.now], [self.waited], [duration])
+        times = Launches(self.polled, planned, self.now, self.waited, duration)
         self.outcomes.planned(plan)
         self.recorder.launched(plan, work, times)
         self.flights.append(plan)
@@ -154,7 +154,7 @@ class BlockingRank:
             2
         ]
         self.now = max(self.now, end) + process
-        self.recorder.landed([start], [end], [self.now], [process])
+        self.recorder.landed_one(start, end, self.now, process)
         return self.outcomes.result(plan, plan.shift)
 
     def report(self, report):

@@ -46,7 +46,7 @@ class PolicyMachine(SchedulerMachine):
     def time_goes_by(self, ms):
         self.now_ns += ms * 1_000_000
         if hasattr(self, "scheduler"):
-            self.scheduler.note_time(self.now_ns)
+            self.scheduler.decisions.view.now_ns = self.now_ns
 
     def plan(self, try_prefill):
         queues = self.scheduler.queues

@@ -285,10 +285,11 @@ def plan_of(kind, *rows, full_lens=None):
     """A plan of rows (q, k); those of a decode step have one q."""
     members = tuple(Member(-k, 0, i, 0) for i, (_, k) in enumerate(rows))
     if kind not in (PREFILL, IDLE_PREFILL):
-        return StepPlan(step=1, kind=kind, batch=Batch(members), rows_each=rows[0][0] if rows else 1)
+        each = rows[0][0] if rows else 1
+        return StepPlan(1, kind, is_prefill=False, batch=Batch(members), rows_each=each)
     full_lens = [k for _, k in rows] if full_lens is None else full_lens
     prompts = tuple((q, k, full) for (q, k), full in zip(rows, full_lens, strict=True))
-    return StepPlan(step=1, kind=kind, batch=Batch(members), prompts=prompts)
+    return StepPlan(1, kind, is_prefill=True, batch=Batch(members), prompts=prompts)
 
 
 def test_plans_by_kind():

@@ -20,18 +20,40 @@ from mdi_shared.vote import ALL, ANY, NONE
 VOTES = (NONE, ALL, ANY)
 NOT_YET = -1
 
+
+class Launches(NamedTuple):
+    """When the first step of a stretch was launched, ns, and what the others' times follow from.
+
+    The loop looked for arrivals, a plan was made, the step was handed over; `wait_ns` of the time
+    between went into waiting for other ranks; `pred_ns` is the predicted device time, NOT_YET =
+    none. A later look comes when the oldest step in flight was processed (`has_oldest`: already in
+    the first turn), the plan `schedule_ns` after the ranks have met then, and the launch
+    `launch_ns` after it.
+    """
+
+    t_sched: int
+    t_planned: int
+    t_launch: int
+    wait_ns: int
+    pred_ns: int
+    schedule_ns: int = 0
+    launch_ns: int = 0
+    has_oldest: bool = True
+
+
 # Entries of several integers each, by the array that holds them; names in the order of storage.
 FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "stretches": (
         "row", "kind", "step", "decode_step", "want", "n_items", "rows_each", "n_tokens_padded",
-        "n_chunked", "n_finished", "n_ignored", "n_preempted", "target_ns", "shift", "first_decode",
-        "n_wanting",
+        "n_chunked", "n_finished", "n_ignored", "n_preempted", "target_ns", "shift",
+        "free_blocks", "free_slots",
+        *Launches._fields, "n_wanting",
     ),
     "prompts": ("row", "seq_id", "q", "k"),
     "works": ("row", *StepWork._fields),  # of steps that do not have one row per sequence
     # A running sequence takes part in decode steps from `first` up to `stop`, counted from 0.
     "stays": ("first", "stop", *Member._fields),
-    "pools": ("row", "free_blocks", "free_slots"),  # from this row on
+    "pools": ("row", "free_blocks", "free_slots"),  # from this row of a stretch on
     "queues": ("row", "n_waiting", "n_running"),  # likewise
     "dropped": ("row", "seq_id"),
     "accepted": ("row", "seq_id", "drafts"),
@@ -40,26 +62,12 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType({
 POOL_FIELDS = ("free_blocks", "free_slots")
 # What a step has of its own, an array each.
 LANDING_FIELDS = ("t_dev_start", "t_dev_end", "t_done", "process_ns")
+MEETING_FIELDS = ("met_ns", "pred_ns")  # of all but the first of a stretch; of groups only
 MEASURED_FIELDS = ("sample_ns", "graph_size", "moe_imbalance")  # by a real device
 REQUEST_FIELDS = (
     "rank", "t_first_sched", "t_first_token", "t_finish", "output_len",
     "n_chunks", "n_preempt", "n_recomputed_tokens",
 )  # fmt: skip
-
-
-class Launches(NamedTuple):
-    """When each step of a stretch was launched, ns: one entry per step.
-
-    The loop looked for arrivals, a plan was made, the step was handed over; `wait_ns` of the time
-    between went into waiting for other ranks; `pred_ns` is the predicted device time, NOT_YET =
-    none.
-    """
-
-    t_sched: Sequence[int]
-    t_planned: Sequence[int]
-    t_launch: Sequence[int]
-    wait_ns: Sequence[int]
-    pred_ns: Sequence[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -89,10 +97,11 @@ class RankRecorder:
         self.rank = rank
         self.drafting = drafting  # decode steps may yield more than one token
         self.requests: list[RequestLog] = []  # by sequence id
+        self.num_launched = 0
         self.num_processed = 0
         self.final_pool: tuple[int, int] | None = None
         self.entries = {name: array("q") for name in FIELDS}
-        self.columns = {name: array("q") for name in (*Launches._fields, *LANDING_FIELDS)}
+        self.columns = {name: array("q") for name in (*LANDING_FIELDS, *MEETING_FIELDS)}
         self.measured = array("d")  # by `MEASURED_FIELDS`; empty in a simulated run
         self._num_decodes = 0
         self._stay_of: dict[int, int] = {}  # where the entry of a running sequence begins
@@ -101,40 +110,40 @@ class RankRecorder:
         """Everything recorded but the requests, by name; no name stands twice."""
         return {**self.entries, **self.columns, "measured": self.measured}
 
-    @property
-    def num_launched(self) -> int:
-        return len(self.columns["t_sched"])
-
     def submitted(self, row: int) -> int:
         """Note that trace row `row` goes to the scheduler; return its sequence id there."""
         self.requests.append(RequestLog(row, self.rank))
         return len(self.requests) - 1
 
-    def launched(self, plan: StepPlan, work: StepWork | None, times: Launches) -> None:
-        """Note a planned step and its repetitions, as many as there are times.
+    def launched(
+        self, plan: StepPlan, work: StepWork | None, times: Launches, count: int = 1,
+        meetings: Sequence[Sequence[int]] = (),
+    ) -> None:  # fmt: skip
+        """Note a planned step and its repetitions, `count` steps in all.
 
-        `work` may be None for a step of one row per sequence.
+        `work` may be None for a step of one row per sequence. `meetings` are `MEETING_FIELDS`.
         """
-        entries, row, is_prefill = self.entries, self.num_launched, plan.is_prefill
-        if is_prefill:
-            self._note_prefill(plan, row, times.t_sched[0])
+        entries, row, size = self.entries, self.num_launched, len(plan.batch.members)
+        entries["stretches"].extend((
+            row, STEP_KINDS.index(plan.kind), plan.step, plan.decode_step, plan.want, size,
+            plan.rows_each, plan.num_batched_tokens, plan.is_partial, len(plan.finished),
+            len(plan.ignored), len(plan.preempted), plan.target_ns, plan.shift, plan.free_blocks,
+            plan.free_slots, *times, 0,
+        ))  # fmt: skip
+        self.num_launched += count
         for seq_id in plan.preempted:
             self.requests[seq_id].n_preempt += 1
-        entries["stretches"].extend((
-            row, STEP_KINDS.index(plan.kind), plan.step, plan.decode_step, plan.want,
-            len(plan.batch), plan.rows_each, plan.num_batched_tokens, plan.is_partial,
-            len(plan.finished), len(plan.ignored), len(plan.preempted), plan.target_ns, plan.shift,
-            self._num_decodes, 0,
-        ))  # fmt: skip
-        if len(plan.batch) and (is_prefill or plan.rows_each > 1):
+        if plan.is_prefill:
+            self._note_prefill(plan, row, times.t_sched)
+        else:
+            if plan.joined or plan.left:
+                self._note_stays(plan)
+            self._num_decodes += count
+        if size and (plan.rows_each > 1 or plan.is_prefill):
             assert work is not None, "these rows are counted when they are launched"
             entries["works"].append(row)
             entries["works"].extend(work)
-        entries["pools"].extend((row, plan.free_blocks, plan.free_slots))
-        if not is_prefill:
-            self._note_stays(plan)
-            self._num_decodes += len(times.t_sched)
-        for name, values in zip(Launches._fields, times, strict=True):
+        for name, values in zip(MEETING_FIELDS, meetings, strict=False):
             self.columns[name].extend(values)
 
     def hosted(self, ingress_ns: int, enqueued_ns: int) -> None:
@@ -149,6 +158,11 @@ class RankRecorder:
         """Note when the oldest steps in flight ran and were processed; see `LANDING_FIELDS`."""
         for name, values in zip(LANDING_FIELDS, times, strict=True):
             self.columns[name].extend(values)
+
+    def landed_one(self, *times: int) -> None:
+        """Note it of the oldest step alone."""
+        for name, value in zip(LANDING_FIELDS, times, strict=True):
+            self.columns[name].append(value)
 
     def reported(
         self, report: Report, now_ns: int, due: Sequence[tuple[int, int]] = ()
@@ -189,16 +203,17 @@ class RankRecorder:
             entries["dropped"].extend((row, seq_id))
         if advance.processed:
             entries["queues"].extend((row, advance.n_waiting, advance.n_running))
+            self.num_processed += advance.processed
         for index, count in due:
             if index < advance.processed:
                 entries["queues"].extend(
                     (row + index, advance.n_waiting + count, advance.n_running)
                 )
-        first = self.num_launched - advance.count - 1
+        first = self.num_launched - advance.repetitions - 1
         for step, free_blocks in advance.free_blocks:
             entries["pools"].extend((first + step, free_blocks, advance.free_slots))
-        entries["stretches"][-1] = advance.num_wanting
-        self.num_processed += advance.processed
+        if advance.num_wanting:
+            entries["stretches"][-1] = advance.num_wanting
 
     def _note_outcome(self, outcome: StepOutcome, now_ns: int, due: int) -> None:
         entries, row = self.entries, self.num_processed

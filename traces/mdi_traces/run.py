@@ -32,9 +32,9 @@ class Run:
     """Steps, step items and requests of one run, with the metadata they share.
 
     `steps` may be a function without arguments that makes the table when it is first asked for, and
-    so may `items`, or None (not recorded). `content` is the `content_hash` that a run was saved with. `pieces`
-    makes the same rows as `items`, piece by piece and each time anew: what reads them once needs no
-    memory for all of them.
+    so may `items`, or None (not recorded). `content` is the `content_hash` that a run was saved
+    with. `pieces` makes the same rows as `items`, piece by piece and each time anew: what reads
+    them once needs no memory for all of them.
     """
 
     def __init__(

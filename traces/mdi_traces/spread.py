@@ -20,7 +20,7 @@ from mdi_shared.cost.shape import ModelShape
 from mdi_shared.cost.work import StepWork
 from mdi_shared.plan import DECODE, IDLE_DECODE, IDLE_PREFILL, PREFILL, STEP_KINDS
 from mdi_traces.columns import Bools, Ints
-from mdi_traces.recorder import FIELDS, MEASURED_FIELDS, NOT_YET, RankRecorder
+from mdi_traces.recorder import FIELDS, LANDING_FIELDS, MEASURED_FIELDS, NOT_YET, RankRecorder
 
 PORTION = 1 << 16  # items, and steps, spread at a time
 Columns = dict[str, NDArray[Any]]
@@ -29,17 +29,17 @@ Columns = dict[str, NDArray[Any]]
 class RankSteps:
     """One rank's record with names, spread over its processed steps when asked for."""
 
-    def __init__(self, recorder: RankRecorder, shape: ModelShape) -> None:
+    def __init__(self, recorder: RankRecorder, shape: ModelShape, keep: int) -> None:
         self.rank = recorder.rank
         self.requests = recorder.requests
         self.shape = shape
+        self.keep = keep  # decode steps in flight from one turn to the next
         self.rows = recorder.num_processed
         self.entries: dict[str, dict[str, Ints]] = {
             name: _fields(recorder.entries[name], names) for name, names in FIELDS.items()
         }
-        self.own: dict[str, Ints] = {  # what each step has of its own
-            name: np.array(values, dtype=np.int64)[: self.rows]
-            for name, values in recorder.columns.items()
+        self._columns = {
+            name: np.array(values, dtype=np.int64) for name, values in recorder.columns.items()
         }
         measured = np.array(recorder.measured).reshape(-1, len(MEASURED_FIELDS))[: self.rows]
         nothing = (0.0, 0.0, float("nan"))
@@ -54,10 +54,41 @@ class RankSteps:
         values = self.entries["stretches"][name][self._stretch_of]
         return np.where(self.repetition == 0, values, 0) if first_only else values
 
-    def changing(self, entry: str, name: str) -> Ints:
-        """A field that is noted when it changes, for each step."""
-        noted = self.entries[entry]
+    def queue(self, name: str) -> Ints:
+        """The length of a queue after each step; it is noted when it changes."""
+        noted = self.entries["queues"]
         return noted[name][np.searchsorted(noted["row"], np.arange(self.rows), side="right") - 1]
+
+    def pool(self, name: str) -> Ints:
+        """What was left of a pool after planning each step; noted when repetitions change it."""
+        noted, stretches = self.entries["pools"], self.entries["stretches"]
+        rows = np.concatenate((stretches["row"], noted["row"]))
+        order = np.argsort(rows, kind="stable")
+        at = np.searchsorted(rows[order], np.arange(self.rows), side="right") - 1
+        return np.concatenate((stretches[name], noted[name]))[order[at]]
+
+    @cached_property
+    def own(self) -> dict[str, Ints]:
+        """What each step has of its own, ns: `LANDING_FIELDS`, and when it was launched."""
+        out = {name: self._columns[name][: self.rows] for name in LANDING_FIELDS}
+        first, begins = self.repetition == 0, self.per_step
+        # The look at the world comes when a step has been processed, `keep` before the last one.
+        looks = np.roll(out["t_done"], 1 + self.keep)
+        at_launch = (self.repetition == 1) & (begins("has_oldest") == 0)
+        looks = np.where(at_launch, begins("t_launch"), looks)
+        sched = np.where(first, begins("t_sched"), looks)
+        device = out["t_dev_end"] - out["t_dev_start"]
+        met, pred = sched.copy(), np.where(first, begins("pred_ns"), device)
+        if len(self._columns["met_ns"]):
+            later = np.flatnonzero(~first)
+            met[later] = self._columns["met_ns"][: len(later)]
+            pred[later] = self._columns["pred_ns"][: len(later)]
+        planned = np.where(first, begins("t_planned"), met + begins("schedule_ns"))
+        return {
+            **out, "t_sched": sched, "t_planned": planned, "pred_ns": pred,
+            "t_launch": np.where(first, begins("t_launch"), planned + begins("launch_ns")),
+            "wait_ns": np.where(first, begins("wait_ns"), met - sched),
+        }  # fmt: skip
 
     def counted(self, entry: str, weight: str | None = None) -> Ints:
         """How many entries each step has, or the sum of one of their fields."""
@@ -176,7 +207,8 @@ class RankSteps:
 
     def last_tokens(self, seq_ids: list[int]) -> dict[int, int]:
         """When sequences got the last of their tokens, ns; those without one are left out."""
-        done, out = self.own["t_done"], {}
+        done = self.own["t_done"]
+        out: dict[int, int] = {}
         dropped = set(zip(*(self.entries["dropped"][name].tolist() for name in FIELDS["dropped"]),
                           strict=True))  # fmt: skip
         stays, prompts = self._stays, self.entries["prompts"]
@@ -217,10 +249,10 @@ def _decode_columns(shape: ModelShape, k: Ints, counts: Ints) -> dict[str, Ints]
     core += shape.num_core_r1_layers * capped(k, shape.index_topk)
     window = shape.num_hidden_layers * capped(k, shape.sliding_window)
     keys = (shape.num_kv_source_r2_layers + shape.num_kv_source_r1_layers) * counts
-    c = coefficients(shape)
+    c: Any = coefficients(shape)  # its sums are as good for arrays
     attn, total = c.flops(counts, counts, keys, core + window, index_r2 + index_r1)
     return {
-        **dict.fromkeys(("n_seqs", "rows", "consumer_rows", "logit_rows"), counts),
+        "n_seqs": counts, "rows": counts, "consumer_rows": counts, "logit_rows": counts,
         "sum_k": sum_k, "sum_qk": sum_k,
         "max_k": np.maximum.reduceat(k, starts), "min_k": np.minimum.reduceat(k, starts),
         "key_rows": keys, "idx_pairs_r2": index_r2, "idx_pairs_r1": index_r1,

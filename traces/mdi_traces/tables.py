@@ -47,7 +47,7 @@ def build_run(
     `arrived_ns` gives the arrival of closed-loop turns by trace row; `unfinished_reason` is
     written for every request without an end, but for the rows of `not_arrived`: they say so.
     """
-    ranks = [RankSteps(recorder, shape) for recorder in recorders]
+    ranks = [RankSteps(recorder, shape, keep=int(config.enable_zos)) for recorder in recorders]
     reasons = dict.fromkeys(range(len(trace)), unfinished_reason)
     reasons.update(dict.fromkeys(not_arrived, NOT_ARRIVED))
     requests = _requests(ranks, trace, arrived_ns, reasons)
@@ -87,8 +87,8 @@ def _steps(rank: RankSteps, metadata: Metadata, config: SchedulerConfig, run_id:
     padded = np.where(is_prefill, rank.per_step("n_tokens_padded"), np.maximum(rows, graph_size))
     values: dict[str, Any] = {
         **step, **work,  # most are stored under the names of their columns
-        **{name: rank.changing("pools", name) for name in rec.POOL_FIELDS},
-        **{name: rank.changing("queues", name) for name in ("n_waiting", "n_running")},
+        **{name: rank.pool(name) for name in rec.POOL_FIELDS},
+        **{name: rank.queue(name) for name in ("n_waiting", "n_running")},
         "n_dropped": rank.counted("dropped"), "n_accepted": rank.counted("accepted", "drafts"),
         **{name: rank.per_step(name, first_only=True) for name in (
             "n_chunked", "n_finished", "n_ignored", "n_preempted")},
@@ -138,9 +138,7 @@ def _votes(decode_step: Ints, config: SchedulerConfig) -> Ints:
     return np.array(found, dtype=np.int64)[where]
 
 
-def _item_table(
-    rank: RankSteps, req_ids: pa.Array, run_id: str, first: int, stop: int
-) -> pa.Table:
+def _item_table(rank: RankSteps, req_ids: pa.Array, run_id: str, first: int, stop: int) -> pa.Table:
     items = rank.items(first, stop)
     row_of_seq = np.array([log.row for log in rank.requests], dtype=np.int32)
     values: dict[str, Any] = {

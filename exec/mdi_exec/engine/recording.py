@@ -78,8 +78,8 @@ class Recording:
     def catch_up(self) -> None:
         """Book what was launched: count its work. For when the engine has nothing else to do."""
         for plan, times in self._launched:
-            own = Launches([times.poll_ns], [times.planned_ns], [times.launched_ns],
-                           [times.wait_ns], [NO_PREDICTION])  # fmt: skip
+            own = Launches(times.poll_ns, times.planned_ns, times.launched_ns, times.wait_ns,
+                           NO_PREDICTION)  # fmt: skip
             has_work = plan.is_prefill or plan.rows_each > 1
             work = step_work(self.shape, plan) if has_work else None
             self._recorder.launched(plan, work, own)
@@ -93,7 +93,7 @@ class Recording:
         """
         self.catch_up()
         start_ns, end_ns = tokens.start_ns - run_start_ns, tokens.end_ns - run_start_ns
-        self._recorder.landed([start_ns], [end_ns], [done_ns], [done_ns - awaited_ns])
+        self._recorder.landed_one(start_ns, end_ns, done_ns, done_ns - awaited_ns)
         self._recorder.measure(tokens.sample_ns, tokens.graph_size, tokens.moe_imbalance)
 
     def reported(self, report: Report, now_ns: int) -> None:

@@ -145,7 +145,7 @@ class LinearCost:
         """Yield `device_ns` of a decode batch's steps, without counting their pairs."""
         d, n = self.decode, work.num_seqs
         forward, slope, seqs = self._forward_ns(n), d.sum_k, d.n_seqs * n
-        return (max(int(forward + slope * k + seqs + 0.5), 1) for k in count(work.sum_k, n))
+        return (int(forward + slope * k + seqs + 0.5) or 1 for k in count(work.sum_k, n))
 
     def _base_ns(self, rows: int) -> float:
         p = self.prefill
