@@ -1,8 +1,8 @@
 """Dense products of bfloat16 rows and weights, float32 accumulation, any number of rows.
 
 Every result is summed over K in ascending steps of 16 in one accumulator, in every tile size and in
-`weight_gemm.py` alike, so a row's result does not depend on how many rows there are. `hc_project`
-keeps float32 weights exact by splitting each into three bfloat16 numbers.
+`weight_gemm.py` and `dense_gemm.py` alike, so a row's result does not depend on how many rows there
+are. `hc_project` keeps float32 weights exact by splitting each into three bfloat16 numbers.
 """
 
 import tilelang.language as T
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from mdi_exec.ops.gemm import QuantisedWeight
 from mdi_exec.ops.hyper_connections import hc_finish, term_rows
+from mdi_exec.ops.kernels import dense_gemm, weight_gemm
 from mdi_exec.ops.kernels.jit import Sample, compiled
-from mdi_exec.ops.kernels.weight_gemm import FEW_ROWS, dense_product
+from mdi_exec.ops.kernels.weight_gemm import FEW_ROWS
 
 HC_SPLITS = 16  # parts a hyper-connection's projection is summed in, whatever the number of rows
 HC_ROWS = 64
@@ -119,9 +120,12 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def quantised_gemm(x: Tensor, weight: QuantisedWeight, groups: int = 1) -> Tensor:
-    if weight.values is not None and (x.shape[0] > FEW_ROWS or groups > 1):
-        return _product(x, weight.values, groups, torch.bfloat16)
-    return dense_product(x, weight, groups)
+    rows, values = x.shape[0], weight.values
+    if values is None or (rows <= FEW_ROWS and groups == 1):
+        return weight_gemm.dense_product(x, weight, groups)
+    if rows > FEW_ROWS and dense_gemm.can_multiply(values, groups):
+        return dense_gemm.dense_product(x, values, groups)
+    return _product(x, values, groups, torch.bfloat16)
 
 
 def hc_coefficients(streams, projection, base, scale, *, norm_eps, iterations, eps):
