@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from gpu_timing import Ceilings, Table, finish, median_ms, start
+from gpu_timing import Table, finish, start
 from torch import Tensor
 
+from mdi_exec.engine.device_timing import Ceilings, median_ms
 from mdi_exec.numerics import Numerics
 from mdi_exec.ops.row_pool import RowFormat, RowPool, entry_format, store_rows, window_format
 from mdi_exec.ops.sparse_attention import attend_staged, sparse_attention

@@ -121,5 +121,10 @@ def tile_columns(rows: int, n: int, groups: int) -> int:
 
 SAMPLES = tuple(
     Sample(dense_gemm, sizes, ("sm_90a",))
-    for sizes in ((32768, 1280, 1, 256), (1280, 5120, 1, 192), (1024, 4096, 8, 128), (64, 64, 2, 64))
+    for sizes in (
+        (32768, 1280, 1, 256),
+        (1280, 5120, 1, 192),
+        (1024, 4096, 8, 128),
+        (64, 64, 2, 64),
+    )
 )
