@@ -9,6 +9,7 @@ prefill step with --check-all: references need much time and memory there).
 
     python benchmarks/bench_ops.py [--device cuda] [--preset flash-slice] [--experts N]
         [--rows 4096] [--context 131072] [--only NAME] [--quick] [--check-all] [--out FILE]
+    python benchmarks/bench_ops.py --peers      # others' kernels beside ours instead (peers.py)
 
 To try it without a GPU: --device cpu --preset tiny --context 512 --rows 64 --quick. The last line
 of output is one JSON document with everything that was printed.
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from gpu_timing import Table, add_common_options, finish, start
 from op_calls import CallCatcher, OpCall, bytes_of, numbers_in, references_only
+from peers import compare
 from slice_model import build
 from torch import Tensor
 
@@ -178,6 +180,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="ops whose names contain this")
     parser.add_argument("--quick", action="store_true", help="5 calls each instead of 20")
     parser.add_argument("--check-all", action="store_true", help="errors at the prefill step too")
+    parser.add_argument(
+        "--peers",
+        action="store_true",
+        help="instead, the heavy ops of a prefill step beside others' kernels",
+    )
     options = parser.parse_args()
     if not 1 <= options.rows <= options.context:
         parser.error("--rows must be at least 1 and at most --context")
@@ -188,8 +195,13 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     device, document, ceiling = start(options)
-    _, model = build(options, device)
     document["tables"] = {}
+    if options.peers:
+        table = compare(options.rows, device, ceiling, repeat=5 if options.quick else 20)
+        document["tables"]["peers"] = table.rows
+        finish(options, document)
+        return
+    _, model = build(options, device)
     for title, num_seqs, rows in (
         ("prefill", 1, options.rows), ("decode 64", 64, 1), ("decode 1", 1, 1),
     ):  # fmt: skip

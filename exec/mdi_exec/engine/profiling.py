@@ -151,9 +151,9 @@ def kernels_of(run: Callable[[], object], device: torch.device) -> list[Kernel]:
 
 def attributed(events: Sequence[Event]) -> list[Kernel]:
     """Return the kernels among a profiler's complete events, each with its ranges."""
-    launched = {e["args"]["correlation"]: e for e in events if e.get("cat") in LAUNCHES}
+    launched = {_correlation(e): e for e in events if e.get("cat") in LAUNCHES}
     kernels = [e for e in events if e.get("cat") in ON_DEVICE]
-    origins = [launched.get(e["args"]["correlation"], e) for e in kernels]
+    origins = [launched.get(_correlation(e), e) for e in kernels]
     if not kernels:
         kernels = origins = _outermost([e for e in events if e.get("cat") == "cpu_op"])
     paths = _paths(origins, [e for e in events if e.get("cat") == "user_annotation"])
@@ -166,8 +166,13 @@ def attributed(events: Sequence[Event]) -> list[Kernel]:
     )
 
 
+def _correlation(event: Event) -> int | None:
+    found: int | None = event.get("args", {}).get("correlation")
+    return found
+
+
 def _stream(event: Event) -> int:
-    return int(event["args"].get("stream", 0))
+    return int(event.get("args", {}).get("stream", 0))
 
 
 def _outermost(events: Sequence[Event]) -> list[Event]:

@@ -16,7 +16,7 @@ from mdi_exec.ops.kernels.jit import Sample, compiled
 from mdi_exec.ops.kernels.weight_gemm import FEW_ROWS
 
 HC_SPLITS = 16  # parts a hyper-connection's projection is summed in, whatever the number of rows
-HC_ROWS = 64
+HC_ROWS = 128
 
 
 def _step_of(k):
@@ -70,7 +70,7 @@ def hc_project(width, coefficients):
         parts: T.Tensor((HC_SPLITS, rows, coefficients), "float32"),
         squares: T.Tensor((HC_SPLITS, rows), "float32"),
     ):
-        with T.Kernel(T.ceildiv(rows, HC_ROWS), HC_SPLITS, threads=128) as (bm, split):
+        with T.Kernel(T.ceildiv(rows, HC_ROWS), HC_SPLITS, threads=256) as (bm, split):
             left = T.alloc_shared((HC_ROWS, step), "bfloat16")
             right = T.alloc_shared((padded, step), "bfloat16")
             sums = T.alloc_fragment((HC_ROWS, padded), "float32")
@@ -78,14 +78,15 @@ def hc_project(width, coefficients):
             square = T.alloc_fragment((HC_ROWS, step), "float32")
             total = T.alloc_fragment((HC_ROWS,), "float32")
             T.clear(sums)
-            T.clear(total)
+            T.clear(square)
             for i in T.Pipelined(part // step, num_stages=3):
                 T.copy(x[bm * HC_ROWS, split * part + i * step], left)
                 T.copy(w[0, split * part + i * step], right)
                 T.gemm(left, right, sums, transpose_B=True)
                 for r, c in T.Parallel(HC_ROWS, step):
-                    square[r, c] = T.cast(left[r, c], "float32") * T.cast(left[r, c], "float32")
-                T.reduce_sum(square, total, dim=1, clear=False)
+                    value = T.cast(left[r, c], "float32")
+                    square[r, c] = square[r, c] + value * value
+            T.reduce_sum(square, total, dim=1)
             T.copy(sums, terms)
             for r, c in T.Parallel(HC_ROWS, coefficients):
                 if bm * HC_ROWS + r < rows:
