@@ -104,7 +104,7 @@ class StepProfile:
         return sorted(rows, key=lambda row: -row.ms)
 
 
-def profile_step(model: Transformer, step: StepShape, *, repeat: int = 5) -> StepProfile:
+def profile_step(model: Transformer, step: StepShape, *, repeat: int = 3) -> StepProfile:
     """Run a made-up step on a cache of random rows until it is warm, time it, and look into it."""
     cache, batch = filled_cache(model, step), random_batch(model, step)
     counts: list[torch.Tensor] = []
@@ -114,7 +114,7 @@ def profile_step(model: Transformer, step: StepShape, *, repeat: int = 5) -> Ste
     def run() -> None:
         model.forward(batch, cache)
 
-    step_ms = median_ms(run, model.device, repeat=repeat, warmup=2)
+    step_ms = median_ms(run, model.device, repeat=repeat, warmup=1)
     kernels = kernels_of(run, model.device)
     return StepProfile(step, step_ms, kernels, step_work(model.config, step, active))
 
