@@ -152,7 +152,7 @@ def attention(rows: int, device: torch.device) -> Iterator[Contest]:
             peer = _module("vllm.third_party.flashmla.flash_mla_interface")
             run = partial(peer.flash_mla_sparse_fwd, q, keys.unsqueeze(1), listed.unsqueeze(1),
                           WIDTH**-0.5, WIDTH, sink)  # fmt: skip
-            ways.append(Way("FlashMLA", run, "order of sums"))
+            ways.append(Way("FlashMLA", run, "the order of sums of decode steps"))
         flops = 4.0 * rows * HEADS * WIDTH * (WINDOW + SELECTED)
         moved = 2.0 * (2 * q.numel() + keys.numel())
         yield Contest("attention", f"{WINDOW + SELECTED} keys, {kind}", flops, moved, ways)
@@ -236,6 +236,6 @@ def hyper_connections(rows: int, device: torch.device) -> Iterator[Contest]:
     if tiles is not None:
         post = partial(tiles.mhc_post_fwd, output.unsqueeze(0), streams.unsqueeze(0),
                        made.write.unsqueeze(0).unsqueeze(-1), made.mix.unsqueeze(0))  # fmt: skip
-        ways.append(Way("TileKernels", post, "a fixed rounding of each product"))
+        ways.append(Way("TileKernels", post, "products and sums rounded one by one"))
     moved = 2.0 * (2 * streams.numel() + output.numel())
     yield Contest("streams written", "4 x 5,120", 0.0, moved, ways)
