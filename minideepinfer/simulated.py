@@ -34,7 +34,8 @@ class SimulatedRun(Run):
 
     def __init__(self, run: Run, description: RunDescription, wall_s: float) -> None:
         super().__init__(run.steps_table, run.requests_table, run.metadata,
-                         lambda: run.items_table, pieces=run.item_pieces)  # fmt: skip
+                         lambda: run.items_table, pieces=run.item_pieces,
+                         spans=run.token_spans)  # fmt: skip
         self.description = description
         unused = unused_note(RequestTrace(run.requests_table, run.metadata))
         of_trace = run.metadata.notes if unused is None else (*run.metadata.notes, unused)
@@ -44,7 +45,7 @@ class SimulatedRun(Run):
     def summary(self, slo: "SLO | None" = None, *, itl: bool = True) -> "RunSummary":
         """Return every metric; with `slo` the goodput, too.
 
-        `itl=False` leaves inter-token latency out, which needs one row per sequence and step.
+        `itl=False` leaves inter-token latency out.
         """
         from minideepinfer.run_summary import summarize
 

@@ -21,6 +21,7 @@ from mdi_traces.columns import ints
 from mdi_traces.io import read_content, read_table, write_parquet
 from mdi_traces.saving import RUN_ENDINGS, replacing_run, run_files, run_prefix
 from mdi_traces.schema import ITEMS, REQUESTS, STEPS, Metadata
+from mdi_traces.spans import TokenSpans, spans_of_items
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,7 +35,7 @@ class Run:
     `items` may be None (not recorded) or a function without arguments that makes the table when
     it is first asked for. `content` is the `content_hash` that a run was saved with. `pieces`
     makes the same rows as `items`, piece by piece and each time anew: what reads them once needs no
-    memory for all of them.
+    memory for all of them. `spans` makes what they say of tokens without a row for each.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Run:
         items: pa.Table | Callable[[], pa.Table] | None = None,
         content: str | None = None,
         pieces: Callable[[], Iterable[pa.Table]] | None = None,
+        spans: Callable[[], Iterable[TokenSpans]] | None = None,
     ) -> None:
         self.steps_table = steps
         self.requests_table = requests
@@ -52,6 +54,7 @@ class Run:
         self.content = content
         self._items = items
         self._pieces = pieces
+        self._spans = spans
 
     @cached_property
     def items_table(self) -> pa.Table | None:
@@ -64,6 +67,13 @@ class Run:
             yield from self._pieces()
         elif self.items_table is not None:
             yield self.items_table
+
+    def token_spans(self) -> Iterator[TokenSpans]:
+        """Yield in which steps sequences gave tokens, in order of time on each rank.
+
+        Nothing when items were not recorded.
+        """
+        yield from spans_of_items(self.item_pieces()) if self._spans is None else self._spans()
 
     @property
     def has_items(self) -> bool:

@@ -25,6 +25,7 @@ from mdi_traces.recorder import NOT_YET, RankRecorder, RequestLog
 from mdi_traces.requests import RequestTrace, put_column
 from mdi_traces.run import Run
 from mdi_traces.schema import ITEM_SCHEMA, STEP_SCHEMA, STEPS, Metadata
+from mdi_traces.spans import TokenSpans
 
 _MS = 1e6  # ns in a millisecond
 _PIECE_ITEMS = 1 << 16  # rows of an item table made at a time
@@ -60,8 +61,13 @@ def build_run(
         """Item tables are large and often not wanted: they are made when asked for."""
         names = texts(trace.table["req_id"].to_pylist())
         for rank in ranks:
-            for first, stop in rank.portions():
-                yield _item_table(rank, names, run_id, first, stop)
+            rows = np.arange(rank.rows)
+            for first, stop in rank.portions(rows):
+                yield _item_table(rank, names, run_id, rows[first:stop])
+
+    def spans() -> Iterator[TokenSpans]:
+        for rank in ranks:
+            yield from _token_spans(rank)
 
     return Run(
         steps=steps,
@@ -69,6 +75,7 @@ def build_run(
         metadata=metadata,
         items=lambda: pa.concat_tables(list(pieces()) or [ITEM_SCHEMA.empty_table()]),
         pieces=pieces,
+        spans=spans,
     )
 
 
@@ -93,15 +100,19 @@ class _Rank:
         self.batch_of = np.searchsorted(self.batch["row"], rows, side="right") - 1
         self.shift = rows - self.batch["row"][self.batch_of]
 
-    def portions(self) -> Iterator[tuple[int, int]]:
-        """Yield ranges of step rows that have about `_PIECE_ITEMS` items each, one at least."""
-        ends = np.cumsum(self.batch["n_items"][self.batch_of])
+    def portions(self, rows: Ints) -> Iterator[tuple[int, int]]:
+        """Yield ranges of `rows` that have about `_PIECE_ITEMS` items each, one row at least."""
+        ends = np.cumsum(self.batch["n_items"][self.batch_of[rows]])
         first = 0
-        while first < self.rows:
+        while first < len(rows):
             before = int(ends[first - 1]) if first else 0
             stop = int(np.searchsorted(ends, before + _PIECE_ITEMS, side="right"))
             yield first, max(stop, first + 1)
             first = max(stop, first + 1)
+
+    def number_of(self, rows: Ints) -> Ints:
+        """Return the engine's step numbers of step rows."""
+        return self.batch["step"][self.batch_of[rows]] + self.shift[rows]
 
     def per_step(self, name: str, *, first_only: bool = False) -> Ints:
         """A batch field for each step; with `first_only`, 0 where the batch is a repetition."""
@@ -174,13 +185,13 @@ def _votes(decode_step: Ints, config: SchedulerConfig) -> Ints:
     return np.array(found, dtype=np.int64)[where]
 
 
-def _item_table(rank: _Rank, req_ids: pa.Array, run_id: str, first: int, stop: int) -> pa.Table:
-    items = _items(rank, [log.row for log in rank.requests], first, stop)
+def _item_table(rank: _Rank, req_ids: pa.Array, run_id: str, rows: Ints) -> pa.Table:
+    items = _items(rank, rows)
     count = len(items["q"])
     values: dict[str, Any] = {
         **items,
         "run_id": run_id,
-        "step": (rank.per_step("step") + rank.shift)[items["step_row"]],
+        "step": rank.number_of(items["step_row"]),
         "rank": rank.rank,
         "req_id": pa.DictionaryArray.from_arrays(numbers(items["req_row"], pa.int32()), req_ids),
         "cached": items["k"] - items["q"],
@@ -190,15 +201,32 @@ def _item_table(rank: _Rank, req_ids: pa.Array, run_id: str, first: int, stop: i
     return _table(values, ITEM_SCHEMA, count)
 
 
-def _items(
-    rank: _Rank, row_of_seq: list[int], first: int = 0, stop: int | None = None
-) -> dict[str, NDArray[Any]]:
-    """Spread the batches of steps `first` up to `stop` into one entry per sequence and step.
+def _token_spans(rank: _Rank) -> Iterator[TokenSpans]:
+    """Yield an entry per sequence and batch: what is repeated gives tokens alike but where dropped.
+
+    Steps with dropped rows, which are often the last of their batch, have entries of their own.
+    """
+    late = rank.dropped[:, 0]
+    heads = np.unique(np.concatenate((rank.batch["row"], late, late + 1)))
+    heads = heads[heads < rank.rows]
+    further = np.diff(np.append(heads, rank.rows)) - 1
+    for first, stop in rank.portions(heads):
+        items = _items(rank, heads[first:stop])
+        step_row = items["step_row"]
+        step = rank.number_of(step_row)
+        yield TokenSpans(
+            np.full(len(step), rank.rank), step, items["req_row"].astype(np.int64),
+            items["emitted"], further[np.searchsorted(heads, step_row)],
+        )  # fmt: skip
+
+
+def _items(rank: _Rank, rows: Ints) -> dict[str, NDArray[Any]]:
+    """Spread the batches of step `rows`, ascending, into one entry per sequence and step.
 
     `step_row` indexes the step table.
     """
     sizes = rank.batch["n_items"].astype(np.int32)
-    batch_of = rank.batch_of[first:stop]
+    batch_of = rank.batch_of[rows]
     per_row = sizes[batch_of]
     local_row = np.repeat(np.arange(len(per_row), dtype=np.int32), per_row)
     first_item = np.cumsum(per_row) - per_row
@@ -206,22 +234,19 @@ def _items(
     batch_start = ((np.cumsum(sizes) - sizes) * len(rec.ITEM_FIELDS)).astype(np.int32)
     at = batch_start[batch_of][local_row] + index
     size = per_row[local_row]
-    step_row = local_row + np.int32(first)
     seq, q, k = (rank.items[at + i * size] for i in range(len(rec.ITEM_FIELDS)))
     dropped = np.zeros(len(seq), dtype=bool)
     accepted = np.zeros(len(seq), dtype=np.int32)
-    late, drafts = (
-        marks[(marks[:, 0] >= first) & (marks[:, 0] < first + len(per_row))]
-        for marks in (rank.dropped, rank.accepted)
-    )
-    dropped[first_item[late[:, 0] - first] + late[:, 1]] = True
-    accepted[first_item[drafts[:, 0] - first] + drafts[:, 1]] = drafts[:, 2]
-    goes_on = (rank.per_step("n_chunked") == 1)[step_row] & (index == size - 1)
+    late, drafts = (marks[np.isin(marks[:, 0], rows)] for marks in (rank.dropped, rank.accepted))
+    dropped[first_item[np.searchsorted(rows, late[:, 0])] + late[:, 1]] = True
+    accepted[first_item[np.searchsorted(rows, drafts[:, 0])] + drafts[:, 1]] = drafts[:, 2]
+    goes_on = (rank.batch["n_chunked"][batch_of] == 1)[local_row] & (index == size - 1)
+    row_of_seq = np.array([log.row for log in rank.requests], dtype=np.int32)
     return {
-        "step_row": step_row,
-        "req_row": np.array(row_of_seq, dtype=np.int32)[seq],
+        "step_row": rows[local_row],
+        "req_row": row_of_seq[seq],
         "q": q,
-        "k": k + rank.shift.astype(np.int32)[step_row],
+        "k": k + rank.shift.astype(np.int32)[rows][local_row],
         "is_last_chunk": ~goes_on,
         "dropped": dropped,
         "accepted": accepted,
@@ -274,7 +299,7 @@ def _requests(
 
 def _note_last_tokens(rank: _Rank, complete: Bools, last: Ints) -> None:
     """Find when requests that did not complete got their last token; writes into `last`."""
-    table = _items(rank, [log.row for log in rank.requests])
+    table = _items(rank, np.arange(rank.rows))
     gave = table["emitted"] > 0
     rows, times = table["req_row"][gave], rank.step["t_done"][table["step_row"][gave]]
     open_rows = ~complete[rows]
