@@ -7,6 +7,7 @@ its time limit) are left out.
 
 from array import array
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +29,8 @@ from mdi_traces.schema import ITEM_SCHEMA, STEP_SCHEMA, STEPS, Metadata
 from mdi_traces.spans import TokenSpans
 
 _MS = 1e6  # ns in a millisecond
-_PIECE_ITEMS = 1 << 16  # rows of an item table made at a time
+_PIECE_STEPS = 1 << 17  # rows of a step table made at a time
+_PIECE_ITEMS = 1 << 16  # likewise, of an item table
 _NAN = float("nan")
 
 
@@ -49,7 +51,6 @@ def build_run(
     written for every request without an end, but for the rows of `not_arrived`: they say so.
     """
     ranks = [_Rank(recorder) for recorder in recorders]
-    steps = pa.concat_tables([_steps(rank, metadata, config, run_id) for rank in ranks])
     reasons = dict.fromkeys(range(len(trace)), unfinished_reason)
     reasons.update(dict.fromkeys(not_arrived, NOT_ARRIVED))
     requests = _requests(ranks, trace, arrived_ns, reasons)
@@ -57,8 +58,14 @@ def build_run(
     left = {name: [pool[i] for pool in pools if pool] for i, name in enumerate(rec.POOL_FIELDS)}
     metadata = replace(metadata, table=STEPS, config={**metadata.config, "left_free": left})
 
-    def pieces() -> Iterator[pa.Table]:
-        """Item tables are large and often not wanted: they are made when asked for."""
+    def steps() -> Iterator[pa.Table]:
+        """Tables are large, and some not wanted: they are made when asked for, in pieces."""
+        for rank in ranks:
+            for first in range(0, rank.rows, _PIECE_STEPS):
+                part = rank.part(first, first + _PIECE_STEPS)
+                yield _steps(part, metadata, config, run_id)
+
+    def items() -> Iterator[pa.Table]:
         names = texts(trace.table["req_id"].to_pylist())
         for rank in ranks:
             rows = np.arange(rank.rows)
@@ -69,14 +76,7 @@ def build_run(
         for rank in ranks:
             yield from _token_spans(rank)
 
-    return Run(
-        steps=steps,
-        requests=requests,
-        metadata=metadata,
-        items=lambda: pa.concat_tables(list(pieces()) or [ITEM_SCHEMA.empty_table()]),
-        pieces=pieces,
-        spans=spans,
-    )
+    return Run(steps, requests, metadata, items, spans=spans)
 
 
 class _Rank:
@@ -85,20 +85,32 @@ class _Rank:
     def __init__(self, recorder: RankRecorder) -> None:
         self.rank = recorder.rank
         self.requests = recorder.requests
-        self.rows = recorder.num_processed
+        self.first, self.rows = 0, recorder.num_processed
         self.batch = _fields(recorder.batches, rec.BATCH_FIELDS)
         self.step: dict[str, Ints] = {}  # what each step has of its own
         for array_name, names in rec.STEP_FIELDS.items():
             self.step |= _fields(getattr(recorder, array_name), names, self.rows)
         self.is_real = len(recorder.hosts) > 0
         measured = np.array(recorder.measured).reshape(-1, len(rec.MEASURED_FIELDS))[: self.rows]
-        self.measured = measured if len(measured) else np.tile((0.0, 0.0, _NAN), (self.rows, 1))
+        none = np.broadcast_to((0.0, 0.0, _NAN), (self.rows, len(rec.MEASURED_FIELDS)))
+        self.measured = measured if len(measured) else none
         self.items = np.array(recorder.items, dtype=np.int32)  # large; all values are lengths, ids
-        self.dropped = np.array(recorder.dropped, dtype=np.int64).reshape(-1, 2)
-        self.accepted = np.array(recorder.accepted, dtype=np.int64).reshape(-1, 3)
+        self.dropped = np.asarray(recorder.dropped, dtype=np.int64).reshape(-1, 2)
+        self.accepted = np.asarray(recorder.accepted, dtype=np.int64).reshape(-1, 3)
+        starts, ends = self.step["t_dev_start"], self.step["t_dev_end"]
+        self.step["device_free"] = np.concatenate((starts[:1], ends[:-1]))
         rows = np.arange(self.rows)
         self.batch_of = np.searchsorted(self.batch["row"], rows, side="right") - 1
         self.shift = rows - self.batch["row"][self.batch_of]
+
+    def part(self, first: int, stop: int) -> "_Rank":
+        """Return the same with no other step rows than these."""
+        part = copy(self)
+        part.step = {name: column[first:stop] for name, column in self.step.items()}
+        for name in ("measured", "batch_of", "shift"):
+            setattr(part, name, getattr(self, name)[first:stop])
+        part.first, part.rows = first, len(part.shift)
+        return part
 
     def portions(self, rows: Ints) -> Iterator[tuple[int, int]]:
         """Yield ranges of `rows` that have about `_PIECE_ITEMS` items each, one row at least."""
@@ -121,7 +133,7 @@ class _Rank:
 
 
 def _fields(flat: "array[int]", names: Sequence[str], rows: int | None = None) -> dict[str, Ints]:
-    table = np.array(flat, dtype=np.int64).reshape(-1, len(names))[:rows]
+    table = np.asarray(flat, dtype=np.int64).reshape(-1, len(names))[:rows]
     return {name: table[:, i] for i, name in enumerate(names)}
 
 
@@ -167,12 +179,14 @@ def _host_times(rank: _Rank) -> dict[str, pa.Array]:
         names = ("ingress_ms", "cpu_prep_ms", "cpu_launch_ms", "gap_ms")
         return dict.fromkeys(names, pa.nulls(rank.rows, pa.float32()))
     step, every = rank.step, np.ones(rank.rows, dtype=bool)
-    ended = np.concatenate((step["t_dev_start"][:1], step["t_dev_end"][:-1]))
     columns: dict[str, tuple[Ints, Bools]] = {
         "ingress_ms": (step["ingress_ns"], step["ingress_ns"] != NOT_YET),
         "cpu_prep_ms": (step["t_launch"] - step["t_planned"], every),
         "cpu_launch_ms": (step["t_enqueued"] - step["t_launch"], every),
-        "gap_ms": (step["t_dev_start"] - ended, np.arange(rank.rows) > 0),
+        "gap_ms": (
+            step["t_dev_start"] - step["device_free"],
+            np.arange(rank.rows) + rank.first > 0,
+        ),
     }
     return {name: numbers(ns / _MS, pa.float32(), valid) for name, (ns, valid) in columns.items()}
 
