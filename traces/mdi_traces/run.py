@@ -228,7 +228,7 @@ def to_frame(table: pa.Table) -> "pd.DataFrame":
         )
         for field in table.schema
     }
-    return pd.DataFrame(columns)
+    return pd.DataFrame(columns, copy=False)  # most columns are the table's own memory
 
 
 def _read_part(path: Path, kind: str, expected: Metadata, content: str | None) -> pa.Table:
