@@ -33,8 +33,8 @@ from mdi_shared.request import Request
 from mdi_shared.scheduler import Scheduler
 from mdi_sim.group import Group
 from mdi_sim.outcomes import Outcomes
-from mdi_sim.source import NEVER, Source
-from mdi_sim.stretch import Lane, Stretch
+from mdi_sim.source import Source
+from mdi_sim.stretch import NEVER, Lane, Stretch
 from mdi_traces.recorder import Launches, RankRecorder
 
 NO_NEWS = News()

@@ -11,8 +11,7 @@ import simpy
 
 from mdi_shared.cost.group import GroupCost
 from mdi_shared.vote import Ballot, decide
-from mdi_sim.source import NEVER
-from mdi_sim.stretch import Devices, Lane, Stretch
+from mdi_sim.stretch import NEVER, Devices, Lane, Stretch
 
 Value = TypeVar("Value")
 Common = TypeVar("Common")

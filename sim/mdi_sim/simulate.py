@@ -20,7 +20,8 @@ from mdi_shared.scheduler import Scheduler
 from mdi_sim.driver import RankDriver, TimeIsUp
 from mdi_sim.group import Group
 from mdi_sim.outcomes import Outcomes
-from mdi_sim.source import NEVER, make_sources
+from mdi_sim.source import make_sources
+from mdi_sim.stretch import NEVER
 from mdi_sim.workload import Workload
 from mdi_traces.hints import with_predictions
 from mdi_traces.recorder import RankRecorder

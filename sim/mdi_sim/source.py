@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-NEVER = 2**63 - 1  # ns, the last time that a trace can hold
+from mdi_sim.stretch import NEVER
 
 
 @dataclass(slots=True)

@@ -15,7 +15,8 @@ from operator import add
 
 from mdi_shared.cost.group import GroupCost
 from mdi_shared.repeat import Horizon, common_repeats
-from mdi_sim.source import NEVER
+
+NEVER = 2**63 - 1  # ns, the last time that a trace can hold
 
 
 @dataclass(slots=True, eq=False)

@@ -20,7 +20,7 @@ from mdi_shared.loop import (
     serve,
 )
 from mdi_shared.vote import decide
-from mdi_sim.source import NEVER
+from mdi_sim.stretch import NEVER
 from mdi_traces.recorder import Launches
 
 

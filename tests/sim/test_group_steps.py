@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mdi_shared.repeat import Horizon, common_repeats
-from mdi_sim.source import NEVER
-from mdi_sim.stretch import Devices, Lane
+from mdi_sim.stretch import NEVER, Devices, Lane
 
 
 def lane(device, *, steps=1, ready=0, queued=0, host=0, process=0, oldest=None, **given_):

@@ -9,18 +9,20 @@ Read next: `tables.py`, which makes tables of it.
 
 from array import array
 from collections.abc import Iterator, Sequence
+from copy import copy
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mdi_shared.cost.flops import coefficients
 from mdi_shared.cost.shape import ModelShape
 from mdi_shared.cost.work import StepWork
-from mdi_shared.plan import DECODE, IDLE_DECODE, IDLE_PREFILL, PREFILL, STEP_KINDS
+from mdi_shared.plan import DECODE, IDLE_DECODE, STEP_KINDS
 from mdi_traces.columns import Bools, Ints
+from mdi_traces.decode_sums import decode_columns
 from mdi_traces.recorder import FIELDS, LANDING_FIELDS, MEASURED_FIELDS, NOT_YET, RankRecorder
+from mdi_traces.spans import TokenSpans
 
 PORTION = 1 << 16  # items, and steps, spread at a time
 Columns = dict[str, NDArray[Any]]
@@ -34,7 +36,8 @@ class RankSteps:
         self.requests = recorder.requests
         self.shape = shape
         self.keep = keep  # decode steps in flight from one turn to the next
-        self.rows = recorder.num_processed
+        self.request_of = np.array([log.row for log in recorder.requests], dtype=np.int64)
+        self.first, self.rows = 0, recorder.num_processed
         self.entries: dict[str, dict[str, Ints]] = {
             name: _fields(recorder.entries[name], names) for name, names in FIELDS.items()
         }
@@ -42,38 +45,59 @@ class RankSteps:
             name: np.array(values, dtype=np.int64) for name, values in recorder.columns.items()
         }
         measured = np.array(recorder.measured).reshape(-1, len(MEASURED_FIELDS))[: self.rows]
-        nothing = (0.0, 0.0, float("nan"))
-        self.measured = measured if len(measured) else np.tile(nothing, (self.rows, 1))
+        nothing = np.broadcast_to((0.0, 0.0, float("nan")), (self.rows, len(MEASURED_FIELDS)))
+        self.measured = measured if len(measured) else nothing
         rows = np.arange(self.rows)
         begins = self.entries["stretches"]["row"]
         self._stretch_of = np.searchsorted(begins, rows, side="right") - 1
         self.repetition = rows - begins[self._stretch_of]
+
+    def part(self, first: int, stop: int) -> "RankSteps":
+        """Return the same with no other step rows than these; its items are those of the whole."""
+        self.decode_rows, self._decode_shift, self._stays  # noqa: B018 - made of the whole
+        part = copy(self)
+        for name in ("measured", "_stretch_of", "repetition"):
+            setattr(part, name, getattr(self, name)[first:stop])
+        part.first, part.rows = first, stop - first
+        return part
+
+    def of_part(self, columns: dict[str, Ints]) -> dict[str, Ints]:
+        """Cut columns with an entry per step to these rows."""
+        return {name: values[self.first : self.first + self.rows]
+                for name, values in columns.items()}  # fmt: skip
 
     def per_step(self, name: str, *, first_only: bool = False) -> Ints:
         """A field of stretches for each step; with `first_only`, 0 in repetitions."""
         values = self.entries["stretches"][name][self._stretch_of]
         return np.where(self.repetition == 0, values, 0) if first_only else values
 
+    def numbers(self) -> Ints:
+        """The engine's step numbers."""
+        return self.per_step("step") + self.repetition
+
     def queue(self, name: str) -> Ints:
         """The length of a queue after each step; it is noted when it changes."""
         noted = self.entries["queues"]
-        return noted[name][np.searchsorted(noted["row"], np.arange(self.rows), side="right") - 1]
+        return noted[name][np.searchsorted(noted["row"], self.all_rows, side="right") - 1]
 
     def pool(self, name: str) -> Ints:
         """What was left of a pool after planning each step; noted when repetitions change it."""
         noted, stretches = self.entries["pools"], self.entries["stretches"]
         rows = np.concatenate((stretches["row"], noted["row"]))
         order = np.argsort(rows, kind="stable")
-        at = np.searchsorted(rows[order], np.arange(self.rows), side="right") - 1
+        at = np.searchsorted(rows[order], self.all_rows, side="right") - 1
         return np.concatenate((stretches[name], noted[name]))[order[at]]
 
-    @cached_property
-    def own(self) -> dict[str, Ints]:
-        """What each step has of its own, ns: `LANDING_FIELDS`, and when it was launched."""
-        out = {name: self._columns[name][: self.rows] for name in LANDING_FIELDS}
+    @property
+    def all_rows(self) -> Ints:
+        return self.first + np.arange(self.rows)
+
+    def times(self) -> dict[str, Ints]:
+        """When each step was launched, ran and was processed, ns; see `recorder.py`."""
+        out = self.of_part({name: self._columns[name] for name in LANDING_FIELDS})
         first, begins = self.repetition == 0, self.per_step
         # The look at the world comes when a step has been processed, `keep` before the last one.
-        looks = np.roll(out["t_done"], 1 + self.keep)
+        looks = self._columns["t_done"][np.maximum(self.all_rows - 1 - self.keep, 0)]
         at_launch = (self.repetition == 1) & (begins("has_oldest") == 0)
         looks = np.where(at_launch, begins("t_launch"), looks)
         sched = np.where(first, begins("t_sched"), looks)
@@ -81,20 +105,27 @@ class RankSteps:
         met, pred = sched.copy(), np.where(first, begins("pred_ns"), device)
         if len(self._columns["met_ns"]):
             later = np.flatnonzero(~first)
-            met[later] = self._columns["met_ns"][: len(later)]
-            pred[later] = self._columns["pred_ns"][: len(later)]
+            # Each stretch has an entry less than steps; those before this part are skipped.
+            skipped = self.first - int(
+                np.searchsorted(self.entries["stretches"]["row"], self.first)
+            )
+            for column, name in ((met, "met_ns"), (pred, "pred_ns")):
+                column[later] = self._columns[name][skipped : skipped + len(later)]
         planned = np.where(first, begins("t_planned"), met + begins("schedule_ns"))
+        ends = self._columns["t_dev_end"]
+        free = np.where(self.all_rows > 0, ends[self.all_rows - 1], out["t_dev_start"])
         return {
-            **out, "t_sched": sched, "t_planned": planned, "pred_ns": pred,
+            **out, "t_sched": sched, "t_planned": planned, "pred_ns": pred, "device_free": free,
             "t_launch": np.where(first, begins("t_launch"), planned + begins("launch_ns")),
             "wait_ns": np.where(first, begins("wait_ns"), met - sched),
         }  # fmt: skip
 
     def counted(self, entry: str, weight: str | None = None) -> Ints:
         """How many entries each step has, or the sum of one of their fields."""
-        noted = self.entries[entry]
-        weights = None if weight is None else noted[weight]
-        return np.bincount(noted["row"], weights, minlength=self.rows).astype(np.int64)
+        rows, noted = self.entries[entry]["row"] - self.first, self.entries[entry]
+        here = (rows >= 0) & (rows < self.rows)
+        weights = None if weight is None else noted[weight][here]
+        return np.bincount(rows[here], weights, minlength=self.rows).astype(np.int64)
 
     def is_kind(self, *kinds: str) -> Bools:
         return np.isin(self.per_step("kind"), [STEP_KINDS.index(kind) for kind in kinds])
@@ -122,14 +153,14 @@ class RankSteps:
     # ---- items ---------------------------------------------------------------------------------
 
     def portions(self) -> Iterator[tuple[int, int]]:
-        """Yield ranges of step rows with about `PORTION` items each and so many rows at most."""
+        """Yield ranges of rows with about `PORTION` items each and so many rows at most."""
         ends = np.cumsum(self.per_step("n_items"))
         first = 0
         while first < self.rows:
             before = int(ends[first - 1]) if first else 0
             stop = int(np.searchsorted(ends, before + PORTION, side="right"))
             stop = min(max(stop, first + 1), first + PORTION)
-            yield first, stop
+            yield self.first + first, self.first + stop
             first = stop
 
     def items(self, first: int, stop: int) -> Columns:
@@ -188,77 +219,82 @@ class RankSteps:
         """The columns of `StepWork` for each step; all 0 where there was no sequence."""
         out = {name: np.zeros(self.rows, dtype=np.int64) for name in StepWork._fields}
         noted = self.entries["works"]
-        seen = noted["row"] < self.rows
+        seen = (noted["row"] >= self.first) & (noted["row"] < self.first + self.rows)
         for name, column in out.items():
-            column[noted["row"][seen]] = noted[name][seen]
-        is_prefill, of_items = self.is_kind(PREFILL, IDLE_PREFILL), self.per_step("n_items")
-        counted = ~is_prefill & (of_items > 0) & (self.per_step("rows_each") == 1)
+            column[noted["row"][seen] - self.first] = noted[name][seen]
+        of_items = self.per_step("n_items")
+        counted = self.is_kind(DECODE) & (self.per_step("rows_each") == 1)
         for first, stop in self.portions():
-            rows = first + np.flatnonzero(counted[first:stop])
+            here = slice(first - self.first, stop - self.first)
+            rows = here.start + np.flatnonzero(counted[here])
             if not len(rows):
                 continue
             _, k, ordinals = self._decode_items(*np.searchsorted(self.decode_rows, (first, stop)))
             steps = self.decode_rows[ordinals] - first
             order = _by_step(steps)
-            keep = order[counted[first:stop][steps[order]]]
-            for name, values in _decode_columns(self.shape, k[keep], of_items[rows]).items():
+            keep = order[counted[here][steps[order]]]
+            for name, values in decode_columns(self.shape, k[keep], of_items[rows]).items():
                 out[name][rows] = values
         return out
 
+    # ---- tokens --------------------------------------------------------------------------------
+
+    def token_spans(self) -> Iterator[TokenSpans]:
+        """Yield who gave tokens in which steps: an entry per stay and per prompt (`spans.py`)."""
+        numbers = self.numbers()
+        if (self.per_step("rows_each") > 1).any():  # with drafts steps give unlike numbers
+            for first, stop in self.portions():
+                items = self.items(first, stop)
+                yield self._spans(numbers[items["step_row"]], items["seq_id"], items["emitted"], 0)
+            return
+        stays, stops = self._stays, self._stops_without_dropped()
+        gave = stops > stays["first"]
+        prompts = self._finished_prompts()
+        rows = np.concatenate((self.entries["prompts"]["row"][prompts],
+                               self.decode_rows[stays["first"][gave]]))  # fmt: skip
+        seqs = np.concatenate((self.entries["prompts"]["seq_id"][prompts], stays["seq_id"][gave]))
+        further = np.concatenate((np.zeros(len(prompts), dtype=np.int64),
+                                  (stops - stays["first"] - 1)[gave]))  # fmt: skip
+        order = np.argsort(rows, kind="stable")
+        yield self._spans(numbers[rows[order]], seqs[order], 1, further[order])
+
+    def _spans(self, steps: Ints, seqs: Ints, gave: Ints | int, further: Ints | int) -> TokenSpans:
+        same = np.zeros(len(steps), dtype=np.int64)
+        requests = self.request_of[seqs]
+        return TokenSpans(same + self.rank, steps, requests, same + gave, same + further)
+
+    def _stops_without_dropped(self) -> Ints:
+        """Where stays end but for the rows that were dropped, which are their last."""
+        stays, dropped = self._stays, self.entries["dropped"]
+        stops = stays["stop"].copy()
+        key = (stays["seq_id"] << 40) | stays["first"]
+        order = np.argsort(key)
+        late = (dropped["seq_id"] << 40) | np.searchsorted(self.decode_rows, dropped["row"])
+        np.subtract.at(stops, order[np.searchsorted(key[order], late, side="right") - 1], 1)
+        return stops
+
+    def _finished_prompts(self) -> Ints:
+        """The entries of prompts whose last chunk was processed: each gave a token."""
+        rows = self.entries["prompts"]["row"]
+        seen = np.flatnonzero(rows < self.rows)
+        cut = self.entries["stretches"]["n_chunked"][self._stretch_of[rows[seen]]] == 1
+        finished: Ints = seen[~(cut & _last_of_row(rows)[seen])]
+        return finished
+
     def last_tokens(self, seq_ids: list[int]) -> dict[int, int]:
         """When sequences got the last of their tokens, ns; those without one are left out."""
-        done = self.own["t_done"]
+        done = self._columns["t_done"]
         out: dict[int, int] = {}
-        dropped = set(zip(*(self.entries["dropped"][name].tolist() for name in FIELDS["dropped"]),
-                          strict=True))  # fmt: skip
-        stays, prompts = self._stays, self.entries["prompts"]
-        for stay in np.flatnonzero(np.isin(stays["seq_id"], seq_ids)):
-            seq, ordinal = int(stays["seq_id"][stay]), int(stays["stop"][stay]) - 1
-            while ordinal >= stays["first"][stay]:
-                row = int(self.decode_rows[ordinal])
-                if (row, seq) not in dropped:
-                    out[seq] = max(out.get(seq, NOT_YET), int(done[row]))
-                    break
-                ordinal -= 1
-        seen = prompts["row"] < self.rows
-        goes_on = np.zeros(len(seen), dtype=bool)
-        cut = self.per_step("n_chunked") == 1
-        goes_on[seen] = cut[prompts["row"][seen]] & _last_of_row(prompts["row"])[seen]
-        for place in np.flatnonzero(np.isin(prompts["seq_id"], seq_ids) & seen & ~goes_on):
-            seq = int(prompts["seq_id"][place])
-            out[seq] = max(out.get(seq, NOT_YET), int(done[prompts["row"][place]]))
+        stays, stops = self._stays, self._stops_without_dropped()
+        prompts, chosen = self._finished_prompts(), np.array(seq_ids, dtype=np.int64)
+        wanted = np.isin(stays["seq_id"], chosen) & (stops > stays["first"])
+        prompts = prompts[np.isin(self.entries["prompts"]["seq_id"][prompts], chosen)]
+        rows = np.concatenate((self.decode_rows[stops[wanted] - 1],
+                               self.entries["prompts"]["row"][prompts]))  # fmt: skip
+        seqs = np.concatenate((stays["seq_id"][wanted], self.entries["prompts"]["seq_id"][prompts]))
+        for seq, time_ns in zip(seqs.tolist(), done[rows].tolist(), strict=True):
+            out[seq] = max(out.get(seq, NOT_YET), time_ns)
         return out
-
-
-def _decode_columns(shape: ModelShape, k: Ints, counts: Ints) -> dict[str, Ints]:
-    """The work of decode steps of one row per sequence, whose contexts `k` stand step by step.
-
-    The same numbers as `mdi_shared.cost.work.DecodeWork`.
-    """
-    starts = np.cumsum(counts) - counts
-
-    def capped(values: Ints, cap: int) -> Ints:
-        return np.add.reduceat(np.minimum(values, cap), starts)
-
-    sum_k = np.add.reduceat(k, starts)
-    block = shape.candidate_block_size
-    blocks = capped((k + block - 1) // block, shape.candidate_topk_blocks)
-    index_r2 = shape.num_index_r2_layers * np.add.reduceat(k // 2, starts)
-    index_r1 = shape.num_index_r1_layers * sum_k + shape.num_candidate_layers * block * blocks
-    core = shape.num_core_r2_layers * capped(k // 2, shape.index_topk)
-    core += shape.num_core_r1_layers * capped(k, shape.index_topk)
-    window = shape.num_hidden_layers * capped(k, shape.sliding_window)
-    keys = (shape.num_kv_source_r2_layers + shape.num_kv_source_r1_layers) * counts
-    c: Any = coefficients(shape)  # its sums are as good for arrays
-    attn, total = c.flops(counts, counts, keys, core + window, index_r2 + index_r1)
-    return {
-        "n_seqs": counts, "rows": counts, "consumer_rows": counts, "logit_rows": counts,
-        "sum_k": sum_k, "sum_qk": sum_k,
-        "max_k": np.maximum.reduceat(k, starts), "min_k": np.minimum.reduceat(k, starts),
-        "key_rows": keys, "idx_pairs_r2": index_r2, "idx_pairs_r1": index_r1,
-        "core_pairs": core, "swa_pairs": window,
-        "flops_attn": attn, "flops_total": total + c.logit_row * counts,
-    }  # fmt: skip
 
 
 def _by_step(steps: Ints) -> Ints:

@@ -24,10 +24,12 @@ from mdi_traces.recorder import NOT_YET, RankRecorder, RequestLog
 from mdi_traces.requests import RequestTrace, put_column
 from mdi_traces.run import Run
 from mdi_traces.schema import ITEM_SCHEMA, STEP_SCHEMA, STEPS, Metadata
+from mdi_traces.spans import TokenSpans
 from mdi_traces.spread import RankSteps
 
 _MS = 1e6  # ns in a millisecond
 _NAN = float("nan")
+_PIECE_STEPS = 1 << 17  # rows of a step table made at a time
 
 
 def build_run(
@@ -55,26 +57,28 @@ def build_run(
     left = {name: [pool[i] for pool in pools if pool] for i, name in enumerate(rec.POOL_FIELDS)}
     metadata = replace(metadata, table=STEPS, config={**metadata.config, "left_free": left})
 
-    def steps() -> pa.Table:
-        return pa.concat_tables([_steps(rank, metadata, config, run_id) for rank in ranks])
+    def steps() -> Iterator[pa.Table]:
+        """Tables are large, and some not wanted: they are made when asked for, in pieces."""
+        for rank in ranks:
+            for first in range(0, rank.rows, _PIECE_STEPS):
+                part = rank.part(first, min(first + _PIECE_STEPS, rank.rows))
+                yield _steps(part, metadata, config, run_id)
 
-    def pieces() -> Iterator[pa.Table]:
+    def items() -> Iterator[pa.Table]:
         names = texts(trace.table["req_id"].to_pylist())
         for rank in ranks:
             for first, stop in rank.portions():
                 yield _item_table(rank, names, run_id, first, stop)
 
-    return Run(
-        steps=steps,
-        requests=requests,
-        metadata=metadata,
-        items=lambda: pa.concat_tables(list(pieces()) or [ITEM_SCHEMA.empty_table()]),
-        pieces=pieces,
-    )
+    def spans() -> Iterator[TokenSpans]:
+        for rank in ranks:
+            yield from rank.token_spans()
+
+    return Run(steps, requests, metadata, items, spans=spans)
 
 
 def _steps(rank: RankSteps, metadata: Metadata, config: SchedulerConfig, run_id: str) -> pa.Table:
-    step, work, graph_size = rank.own, rank.works(), rank.measured[:, 1]
+    step, work, graph_size = rank.times(), rank.works(), rank.measured[:, 1]
     is_prefill = rank.is_kind(PREFILL, IDLE_PREFILL)
     decoding, repetition = rank.is_kind(DECODE, IDLE_DECODE), rank.repetition
     decode_step = rank.per_step("decode_step") + np.where(decoding, repetition, 0)
@@ -93,7 +97,7 @@ def _steps(rank: RankSteps, metadata: Metadata, config: SchedulerConfig, run_id:
         **{name: rank.per_step(name, first_only=True) for name in (
             "n_chunked", "n_finished", "n_ignored", "n_preempted")},
         "run_id": run_id, "source": metadata.source,
-        "step": rank.per_step("step") + repetition,
+        "step": rank.numbers(),
         "rank": rank.rank, "dp": rank.rank, "ep": rank.rank, "cp": 0,
         "kind": _labels(rank.per_step("kind"), STEP_KINDS),
         "gpu_ms": gpu_ms, "fwd_ms": gpu_ms - sample_ms, "sample_ms": sample_ms,
@@ -108,24 +112,26 @@ def _steps(rank: RankSteps, metadata: Metadata, config: SchedulerConfig, run_id:
         "pred_ms": np.where(step["pred_ns"] >= 0, step["pred_ns"] / _MS, _NAN),
         "target_ms": np.where(target > 0, target / _MS, _NAN),
         "moe_imbalance": rank.measured[:, 2],
-        **_host_times(rank),
+        **_host_times(rank, step),
     }  # fmt: skip
     return _table(values, STEP_SCHEMA, rank.rows)
 
 
-def _host_times(rank: RankSteps) -> dict[str, pa.Array]:
+def _host_times(rank: RankSteps, step: dict[str, Ints]) -> dict[str, pa.Array]:
     """What only a real run knows of its host's time and of the device's between steps, in ms."""
-    hosts = {name: values[: rank.rows] for name, values in rank.entries["hosts"].items()}
+    hosts = rank.of_part(rank.entries["hosts"])
     if not len(hosts["t_enqueued"]):
         names = ("ingress_ms", "cpu_prep_ms", "cpu_launch_ms", "gap_ms")
         return dict.fromkeys(names, pa.nulls(rank.rows, pa.float32()))
-    step, every = rank.own, np.ones(rank.rows, dtype=bool)
-    ended = np.concatenate((step["t_dev_start"][:1], step["t_dev_end"][:-1]))
+    every = np.ones(rank.rows, dtype=bool)
     columns: dict[str, tuple[Ints, Bools]] = {
         "ingress_ms": (hosts["ingress_ns"], hosts["ingress_ns"] != NOT_YET),
         "cpu_prep_ms": (step["t_launch"] - step["t_planned"], every),
         "cpu_launch_ms": (hosts["t_enqueued"] - step["t_launch"], every),
-        "gap_ms": (step["t_dev_start"] - ended, np.arange(rank.rows) > 0),
+        "gap_ms": (
+            step["t_dev_start"] - step["device_free"],
+            rank.first + np.arange(rank.rows) > 0,
+        ),
     }
     return {name: numbers(ns / _MS, pa.float32(), valid) for name, (ns, valid) in columns.items()}
 
@@ -140,14 +146,13 @@ def _votes(decode_step: Ints, config: SchedulerConfig) -> Ints:
 
 def _item_table(rank: RankSteps, req_ids: pa.Array, run_id: str, first: int, stop: int) -> pa.Table:
     items = rank.items(first, stop)
-    row_of_seq = np.array([log.row for log in rank.requests], dtype=np.int32)
     values: dict[str, Any] = {
         **items,
         "run_id": run_id,
-        "step": (rank.per_step("step") + rank.repetition)[items["step_row"]],
+        "step": rank.numbers()[items["step_row"]],
         "rank": rank.rank,
         "req_id": pa.DictionaryArray.from_arrays(
-            numbers(row_of_seq[items["seq_id"]], pa.int32()), req_ids
+            numbers(rank.request_of[items["seq_id"]], pa.int32()), req_ids
         ),
         "cached": items["k"] - items["q"],
         "is_last_chunk": flags(items["is_last_chunk"]),
@@ -205,7 +210,7 @@ def _submit_times(ranks: Sequence[RankSteps], arrival: Ints, rank_of: Ints) -> I
     """When the scheduler got each request: a step's planning begins with a look for arrivals."""
     out = np.full(len(arrival), NOT_YET, dtype=np.int64)
     for rank in ranks:
-        polls, mine = rank.own["t_sched"], rank_of == rank.rank
+        polls, mine = rank.times()["t_sched"], rank_of == rank.rank
         out[mine] = np.append(polls, NOT_YET)[np.searchsorted(polls, arrival[mine])]
     return out
 
