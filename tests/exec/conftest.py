@@ -17,6 +17,8 @@ from mdi_exec.model.transformer import Transformer
 from mdi_exec.model.weights import Weights
 from mdi_exec.numerics import Numerics
 from mdi_exec.ops.gemm import ROW_TILE
+from tests import weights
+from tests.exec.engines import CHECKPOINT
 
 # The flat config of the released model (docs/model.md, "Dimensions").
 FLAT_V41_FLASH = {
@@ -41,6 +43,7 @@ FLAT_V41_FLASH = {
 }  # fmt: skip
 
 GOLDEN = Path(__file__).parent.parent / "golden"
+WITHOUT_WEIGHTS = ("quant/", "layers/engram_hash")  # golden files that no weights went into
 
 
 class FileTensors:
@@ -125,16 +128,21 @@ def blocks_for(tokens: int) -> list[int]:
     return list(range(1, -(-tokens // BLOCK_TOKENS) + 1))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    """The tensors are tiny: threads would cost more than they bring, above all beside xdist's."""
-    torch.set_num_threads(1)
+def load_golden(name: str) -> dict[str, Tensor]:
+    """Load a golden file by its path below tests/golden, without the suffix."""
+    if weights.WANTED and not name.startswith(WITHOUT_WEIGHTS):
+        pytest.skip("golden tensors belong to the golden weights")
+    return load_file(GOLDEN / f"{name}.safetensors")
+
+
+def golden_prompt(length: int) -> Tensor:
+    """Token ids of a golden prompt, for whatever weights."""
+    return load_file(GOLDEN / f"logits/p{length}.safetensors")["prompt_ids"]
 
 
 @pytest.fixture(scope="session")
 def golden() -> Callable[[str], dict[str, Tensor]]:
-    """Load a golden file by its path below tests/golden, without the suffix."""
-    return lambda name: load_file(GOLDEN / f"{name}.safetensors")
+    return load_golden
 
 
 @pytest.fixture(scope="session")
@@ -160,7 +168,7 @@ def tiny_config() -> ModelConfig:
 
 @pytest.fixture(scope="session")
 def tiny_tensors() -> FileTensors:
-    return FileTensors(GOLDEN / "tiny" / "model.safetensors")
+    return FileTensors(CHECKPOINT / "model.safetensors")
 
 
 @pytest.fixture(scope="session")

@@ -6,12 +6,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from safetensors.torch import load_file
 
 from mdi_exec.model.batch import Batch, BatchItem
 from mdi_exec.model.cache import CacheLayout, DeviceCache
 from mdi_exec.ranks.exchange import StepRows
-from tests.exec.conftest import GOLDEN, blocks_for
+from tests.exec.conftest import blocks_for, golden_prompt
 
 # One prompt a rank, as (q, k) of its steps: long chunks beside a single row, then decoding.
 STEPS = (
@@ -33,7 +32,7 @@ CUT_PROMPTS = ((300, 300), (20, 300), (290, 300), (290, 300))  # of the first tw
 
 def drive(model, rank, announce=None):
     """Run a rank's steps; returns each one's logits. `announce` is called before every step."""
-    ids = load_file(GOLDEN / "logits" / "p520.safetensors")["prompt_ids"]
+    ids = golden_prompt(520)
     layout = CacheLayout(config=model.config, numerics=model.numerics)
     cache = DeviceCache(layout, num_blocks=10, num_slots=3, device=model.device)
     found = []
@@ -68,7 +67,6 @@ def run_ranks(size, job, folder: Path, *args, backend="gloo") -> list:
 
 
 def _rank(rank, size, job, folder, args, backend):
-    torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank,

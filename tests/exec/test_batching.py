@@ -7,6 +7,7 @@ from mdi_exec.model import indexer, staged_keys
 from mdi_exec.model.batch import Batch, BatchItem
 from mdi_exec.numerics import Numerics
 from mdi_exec.ops import sparse_attention
+from tests.exec.conftest import golden_prompt
 
 LONG = (9, 2, 7, 15, 4)  # block tables, in no order
 SHORT = (11, 3, 21)
@@ -18,8 +19,8 @@ def runner(request, runners):
 
 
 @pytest.fixture(scope="module")
-def prompts(golden):
-    return {n: golden(f"logits/p{n}")["prompt_ids"] for n in (37, 300, 520)}
+def prompts():
+    return {n: golden_prompt(n) for n in (37, 300, 520)}
 
 
 @pytest.fixture(scope="module")

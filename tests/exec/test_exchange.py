@@ -18,15 +18,14 @@ from mdi_exec.ranks.exchange import (
 )
 from mdi_exec.weights.checkpoint import open_checkpoint
 from mdi_shared.errors import ConfigError
-from tests.exec.conftest import GOLDEN
-from tests.exec.engines import report
+from tests.exec.engines import CHECKPOINT, report
 from tests.exec.ranks import drive, run_ranks
 
 
 def all_ways(token_map, modes):
     """On one rank: logits by numerics and kind, and the bytes each kind sent."""
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    checkpoint = open_checkpoint(GOLDEN / "tiny")
+    checkpoint = open_checkpoint(CHECKPOINT)
     weights = Weights(checkpoint, budget=ExpansionBudget(1e9), shard=ExpertShard(rank, size))
     logits, sent = {}, {}
     for numerics in modes:

@@ -15,7 +15,6 @@ import pytest
 
 pytest.importorskip("torch", reason="running models needs the exec extra")
 
-import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from mdi_exec.engine.llm import LLM
@@ -31,11 +30,6 @@ PROMPTS = [[3 + i] * length for i, length in enumerate((30, 5, 9))]
 MODULE = ["-m", "minideepinfer", "generate", str(CHECKPOINT), "--max-tokens", "3", "--json",
           "--ignore-eos", *[f"--ids={','.join(map(str, ids))}" for ids in PROMPTS],
           *[f"--set={name}={value}" for name, value in OPTIONS.items()]]  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
 
 
 def free_port():

@@ -4,7 +4,6 @@ import pytest
 
 pytest.importorskip("torch", reason="running models needs the exec extra")
 
-import torch
 
 from mdi_exec.engine.llm import LLM
 from mdi_exec.engine.sampling import SamplingParams
@@ -25,11 +24,6 @@ PROMPTS = [[3 + i] * length for i, length in enumerate((126, 5, 127, 9, 125, 1, 
 PARAMS = [SamplingParams(max_tokens=4, ignore_eos=True, seq_seed=i, temperature=0.9, top_logprobs=2)
           for i in range(len(PROMPTS))]  # fmt: skip
 PRESSED = {"num_blocks": 6, "max_model_len": 600}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
 
 
 def generate(**options):

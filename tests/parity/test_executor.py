@@ -11,16 +11,12 @@ import pytest
 
 pytest.importorskip("torch", reason="running models needs the exec extra")
 
-from pathlib import Path
-
-import torch
-
 from mdi_exec.engine.llm import LLM
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_sim.retrace import replay_recorded
 from mdi_traces.check import check_run
+from tests.exec.engines import CHECKPOINT
 
-CHECKPOINT = Path(__file__).parents[1] / "golden" / "tiny"
 NUM_REQUESTS = 200
 PLAN_COLUMNS = (
     "step", "kind", "n_seqs", "n_tokens", "n_tokens_padded", "sum_k", "n_chunked", "n_finished",
@@ -36,7 +32,6 @@ def record(enable_zos, rng):
         "max_num_batched_tokens": 300, "prefill_attempt_interval": 3,
         "prefill_any_attempt_interval": 5, "record": "unused",
     }  # fmt: skip
-    torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
     llm = LLM(CHECKPOINT, **options)
     engine = llm.engine
     try:

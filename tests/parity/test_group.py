@@ -11,8 +11,6 @@ import pytest
 
 pytest.importorskip("torch", reason="running models needs the exec extra")
 
-import torch
-
 from mdi_exec.engine.engine import LLMEngine
 from mdi_exec.engine.llm import LLM
 from mdi_exec.engine.recording import Recording
@@ -95,8 +93,6 @@ def test_a_record_of_made_up_devices_retraced_makes_the_same_plans(seed):
 
 
 def test_a_record_of_four_real_ranks_retraced_makes_the_same_plans():
-    torch.set_num_threads(1)
-
     def work():
         llm = LLM(CHECKPOINT, **REAL, **INTERVALS, record="unused")
         left = (4, 3, 1, 0)[llm.rank.group.rank]
