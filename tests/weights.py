@@ -1,47 +1,79 @@
-"""The tests' tiny models with other weights, if asked: nothing may hang on what a model says.
+"""The tests' model: a tiny one with one layer of each kind, and with other weights if asked.
 
     MDI_TEST_WEIGHTS=perturbed pytest tests/exec    # float weights moved to neighbouring numbers
     MDI_TEST_WEIGHTS=7 pytest tests/exec            # all weights drawn anew, from other seeds
 
-The first is what another processor's sums do to a model, only more of it. Golden tensors belong to
-the golden weights: tests that compare with them are skipped then (`golden` of exec/conftest.py).
+Nothing may hang on what a model says. The first is what another processor's sums do to a model,
+only more of it. Tests that compare with golden tensors keep the golden model and its weights.
 Processes that a test starts read the same checkpoint, but draw random weights as always.
 """
 
 import atexit
+import json
 import os
 import tempfile
 from pathlib import Path
-from shutil import copytree, rmtree
+from shutil import copyfile, rmtree
 
 GOLDEN_TINY = Path(__file__).parent / "golden" / "tiny"
 WANTED = os.environ.get("MDI_TEST_WEIGHTS", "")
 MADE = "MDI_TEST_CHECKPOINT"  # tells processes that a test starts where the checkpoint is
+# The golden model's layers that stay: window with Engram, source, reuse; candidate source,
+# re-index, reuse.
+LAYERS = (1, 2, 3, 6, 8, 9)
+CUT = {
+    "num_hidden_layers": 6, "compress_ratios": [0, 2, 2, 1, 1, 1, 0, 0, 0],
+    "kv_source_layer_ids": [1, 3], "index_source_layer_ids": [1, 3, 4],
+    "candidate_source_layer_id": 3, "engram_layer_ids": [0], "engram_num_embeddings": [3144],
+    "dspark_target_layer_ids": [3, 4, 5],
+}  # fmt: skip
 
 
-def tiny_checkpoint() -> Path:
-    """Return the checkpoint for tests that need no golden tensors."""
-    if not WANTED:
-        return GOLDEN_TINY
+def small_checkpoint() -> Path:
+    """Return the checkpoint of the tests that need no golden tensors."""
     if MADE in os.environ:
         return Path(os.environ[MADE])
     from safetensors.torch import load_file, save_file
 
-    from mdi_exec.model.config_reader import read_config_file
+    folder = tempfile.mkdtemp(prefix="mdi-tests-")
+    atexit.register(rmtree, folder, ignore_errors=True)
+    small = Path(folder) / "tiny"
+    small.mkdir()
+    config = json.loads((GOLDEN_TINY / "config.json").read_text())
+    config["text_config"].update(CUT)
+    (small / "config.json").write_text(json.dumps(config))
+    copyfile(GOLDEN_TINY / "tokenizer.json", small / "tokenizer.json")
+    tensors = cut(load_file(GOLDEN_TINY / "model.safetensors"))
+    if WANTED == "perturbed":
+        tensors = {name: moved(tensor) for name, tensor in tensors.items()}
+    elif WANTED:
+        tensors = drawn(config)
+    save_file(tensors, small / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (small / "model.safetensors.index.json").write_text(json.dumps(index))
+    os.environ[MADE] = str(small)
+    return small
+
+
+def cut(tensors):
+    """Leave out the golden model's other layers and count anew."""
+    kept = {}
+    for name, tensor in tensors.items():
+        place, _, rest = name.removeprefix("layers.").partition(".")
+        if not name.startswith("layers."):
+            kept[name] = tensor
+        elif int(place) in LAYERS:
+            kept[f"layers.{LAYERS.index(int(place))}.{rest}"] = tensor
+    return kept
+
+
+def drawn(config):
+    """Draw all weights with the seed that is asked for."""
+    from mdi_exec.model.config_reader import read_config
     from mdi_exec.weights.random import RandomSource
 
-    folder = tempfile.mkdtemp(prefix="mdi-test-weights-")
-    atexit.register(rmtree, folder, ignore_errors=True)
-    tiny = Path(copytree(GOLDEN_TINY, Path(folder) / "tiny"))
-    file = tiny / "model.safetensors"
-    if WANTED == "perturbed":
-        tensors = {name: moved(tensor) for name, tensor in load_file(file).items()}
-    else:
-        source = RandomSource(read_config_file(tiny / "config.json"), int(WANTED), "cpu")
-        tensors = {name: source.get(name) for name in source.tensors}
-    save_file(tensors, file)
-    os.environ[MADE] = str(tiny)
-    return tiny
+    source = RandomSource(read_config(config), int(WANTED), "cpu")
+    return {name: source.get(name) for name in source.tensors}
 
 
 def moved(tensor):

@@ -17,8 +17,8 @@ from mdi_exec.model.transformer import Transformer
 from mdi_exec.model.weights import Weights
 from mdi_exec.numerics import Numerics
 from mdi_exec.ops.gemm import ROW_TILE
-from tests import weights
 from tests.exec.engines import CHECKPOINT
+from tests.weights import GOLDEN_TINY
 
 # The flat config of the released model (docs/model.md, "Dimensions").
 FLAT_V41_FLASH = {
@@ -42,8 +42,7 @@ FLAT_V41_FLASH = {
     "expert_dtype": "fp4",
 }  # fmt: skip
 
-GOLDEN = Path(__file__).parent.parent / "golden"
-WITHOUT_WEIGHTS = ("quant/", "layers/engram_hash")  # golden files that no weights went into
+GOLDEN = GOLDEN_TINY.parent
 
 
 class FileTensors:
@@ -128,21 +127,10 @@ def blocks_for(tokens: int) -> list[int]:
     return list(range(1, -(-tokens // BLOCK_TOKENS) + 1))
 
 
-def load_golden(name: str) -> dict[str, Tensor]:
-    """Load a golden file by its path below tests/golden, without the suffix."""
-    if weights.WANTED and not name.startswith(WITHOUT_WEIGHTS):
-        pytest.skip("golden tensors belong to the golden weights")
-    return load_file(GOLDEN / f"{name}.safetensors")
-
-
-def golden_prompt(length: int) -> Tensor:
-    """Token ids of a golden prompt, for whatever weights."""
-    return load_file(GOLDEN / f"logits/p{length}.safetensors")["prompt_ids"]
-
-
 @pytest.fixture(scope="session")
 def golden() -> Callable[[str], dict[str, Tensor]]:
-    return load_golden
+    """Load a golden file by its path below tests/golden, without the suffix."""
+    return lambda name: load_file(GOLDEN / f"{name}.safetensors")
 
 
 @pytest.fixture(scope="session")
@@ -163,12 +151,12 @@ def released(flat_config) -> ModelConfig:
 
 @pytest.fixture(scope="session")
 def tiny_config() -> ModelConfig:
-    return read_config_file(GOLDEN / "tiny" / "config.json")
+    return read_config_file(GOLDEN_TINY / "config.json")
 
 
 @pytest.fixture(scope="session")
 def tiny_tensors() -> FileTensors:
-    return FileTensors(CHECKPOINT / "model.safetensors")
+    return FileTensors(GOLDEN_TINY / "model.safetensors")
 
 
 @pytest.fixture(scope="session")
@@ -176,13 +164,25 @@ def token_map(golden) -> Tensor:
     return golden("layers/engram_hash")["token_map"]
 
 
-@pytest.fixture(scope="session")
-def runners(tiny_config, tiny_tensors, token_map) -> dict[Numerics, Runner]:
-    weights = Weights(tiny_tensors)
+def runners_of(folder: Path, token_map: Tensor) -> dict[Numerics, Runner]:
+    config = read_config_file(folder / "config.json")
+    weights = Weights(FileTensors(folder / "model.safetensors"))
     return {
-        numerics: Runner(Transformer(tiny_config, weights, token_map=token_map, numerics=numerics))
+        numerics: Runner(Transformer(config, weights, token_map=token_map, numerics=numerics))
         for numerics in Numerics
     }
+
+
+@pytest.fixture(scope="session")
+def runners(token_map) -> dict[Numerics, Runner]:
+    """The golden model's."""
+    return runners_of(GOLDEN_TINY, token_map)
+
+
+@pytest.fixture(scope="session")
+def small_runners(token_map) -> dict[Numerics, Runner]:
+    """Those of the model for tests without golden tensors."""
+    return runners_of(CHECKPOINT, token_map)
 
 
 @pytest.fixture(scope="session")

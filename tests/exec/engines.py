@@ -11,9 +11,9 @@ from mdi_exec.engine.runner import StepTokens
 from mdi_exec.numerics import Numerics
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.scheduler import Scheduler
-from tests.weights import tiny_checkpoint
+from tests.weights import small_checkpoint
 
-CHECKPOINT = tiny_checkpoint()
+CHECKPOINT = small_checkpoint()
 # The numerics that golden data exists in; the folded one has its own comparison.
 GOLDEN_MODES = (Numerics.QUANTISED, Numerics.FLOAT32)
 SMALL = {"max_model_len": 640, "max_num_seqs": 16, "num_blocks": 40}

@@ -6,11 +6,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from safetensors.torch import load_file
 
 from mdi_exec.model.batch import Batch, BatchItem
 from mdi_exec.model.cache import CacheLayout, DeviceCache
 from mdi_exec.ranks.exchange import StepRows
-from tests.exec.conftest import blocks_for, golden_prompt
+from tests.exec.conftest import GOLDEN, blocks_for
 
 # One prompt a rank, as (q, k) of its steps: long chunks beside a single row, then decoding.
 STEPS = (
@@ -32,7 +33,7 @@ CUT_PROMPTS = ((300, 300), (20, 300), (290, 300), (290, 300))  # of the first tw
 
 def drive(model, rank, announce=None):
     """Run a rank's steps; returns each one's logits. `announce` is called before every step."""
-    ids = golden_prompt(520)
+    ids = load_file(GOLDEN / "logits" / "p520.safetensors")["prompt_ids"]
     layout = CacheLayout(config=model.config, numerics=model.numerics)
     cache = DeviceCache(layout, num_blocks=10, num_slots=3, device=model.device)
     found = []

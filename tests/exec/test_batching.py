@@ -7,20 +7,19 @@ from mdi_exec.model import indexer, staged_keys
 from mdi_exec.model.batch import Batch, BatchItem
 from mdi_exec.numerics import Numerics
 from mdi_exec.ops import sparse_attention
-from tests.exec.conftest import golden_prompt
 
 LONG = (9, 2, 7, 15, 4)  # block tables, in no order
 SHORT = (11, 3, 21)
 
 
 @pytest.fixture(scope="module", params=list(Numerics), ids=lambda mode: mode.value)
-def runner(request, runners):
-    return runners[request.param]
+def runner(request, small_runners):
+    return small_runners[request.param]
 
 
 @pytest.fixture(scope="module")
-def prompts():
-    return {n: golden_prompt(n) for n in (37, 300, 520)}
+def prompts(golden):
+    return {n: golden(f"logits/p{n}")["prompt_ids"] for n in (37, 300, 520)}
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ from mdi_exec.engine.llm import LLM
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.model.batch import Batch, BatchItem
 from mdi_exec.numerics import Numerics
-from tests.exec.engines import CHECKPOINT, GOLDEN_MODES, SMALL, Watch, is_empty, report
+from tests.exec.engines import GOLDEN_MODES, SMALL, Watch, is_empty, report
+from tests.weights import GOLDEN_TINY
 
 LENGTHS = (1, 37, 127, 128, 129, 300, 520)
 EXACT_MAX_ABS = 1e-4
@@ -29,7 +30,7 @@ class Run:
     """One run of golden prompts: what came out, and what its scheduler and model did."""
 
     def __init__(self, numerics, files, *, steps, scramble=False, **options):
-        with LLM(CHECKPOINT, numerics=numerics.value, **{**SMALL, **options}) as llm:
+        with LLM(GOLDEN_TINY, numerics=numerics.value, **{**SMALL, **options}) as llm:
             watch, queues = Watch(llm), llm.engine.scheduler.queues
             if scramble:
                 random.Random(7).shuffle(queues.blocks._free)

@@ -11,7 +11,6 @@ from mdi_exec.model.weights import ExpansionBudget, Weights
 from mdi_exec.numerics import Numerics
 from mdi_exec.ops.gemm import QuantisedWeight
 from mdi_shared.errors import ConfigError
-from tests.exec.conftest import golden_prompt
 
 PLENTY = 1e9
 
@@ -53,8 +52,8 @@ def test_the_budget_is_spent_to_the_byte_and_never_exceeded(load):
 
 
 @pytest.mark.parametrize("numerics", list(Numerics), ids=lambda mode: mode.value)
-def test_copies_change_no_bit(load, numerics):
-    ids = golden_prompt(300)
+def test_copies_change_no_bit(load, numerics, golden):
+    ids = golden("logits/p300")["prompt_ids"]
     logits = []
     for budget_bytes in (0, PLENTY):
         model, _ = load(budget_bytes)

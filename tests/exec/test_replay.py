@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from mdi_exec.model.batch import Batch, BatchItem
-from tests.exec.conftest import golden_prompt
 
 KEEP = 140
 
@@ -57,8 +56,8 @@ def test_kept_rows_are_golden(exact, golden):
     assert torch.equal(found.argmax(dim=1), expected["prefill_kept_argmax"].long())
 
 
-def test_replay_really_drops_rows_and_changes_long_prompts(exact):
-    ids = golden_prompt(300)
+def test_replay_really_drops_rows_and_changes_long_prompts(exact, golden):
+    ids = golden("replay/f32_p300")["prompt_ids"]
     batch = Batch.build([BatchItem(300, 300, 1, [1, 2, 3], 1, 300)], ids, replay_keep_tokens=KEEP)
     cut, rows = batch.consumer_rows()
     assert rows.tolist() == list(range(160, 300))
@@ -81,8 +80,8 @@ def test_cut_and_uncut_sequences_share_a_batch(exact, golden):
     assert torch.equal(found[1], exact.prefill(exact.cache(), ids[:30])[-1])
 
 
-def test_a_batch_before_the_cut_has_no_logits(exact):
-    ids = golden_prompt(300)
+def test_a_batch_before_the_cut_has_no_logits(exact, golden):
+    ids = golden("replay/f32_p300")["prompt_ids"]
     batch = Batch.build(
         [BatchItem(20, 20, 1, [4, 5, 6], 0, 300)], ids[:20], replay_keep_tokens=KEEP
     )

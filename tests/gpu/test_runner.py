@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mdi_exec.engine.device_clock import CudaClock
 from mdi_exec.engine.llm import LLM
@@ -17,14 +18,15 @@ from mdi_exec.errors import NumericsError
 from mdi_exec.model.staging import NUM_BUFFERS, Staging
 from mdi_exec.numerics import Numerics
 from mdi_traces import check_run, load_run
-from tests.exec.conftest import load_golden
 from tests.exec.engines import CHECKPOINT, GOLDEN_MODES, SMALL
 from tests.exec.test_engine_golden import ALL_STEPS, FEW_STEPS, LENGTHS, WAYS, Run
 from tests.gpu.marks import gpu
 from tests.gpu.strictness import unawaited
+from tests.weights import GOLDEN_TINY
 
 pytestmark = gpu
 
+GOLDEN = GOLDEN_TINY.parent
 FOLDERS = {Numerics.QUANTISED: "logits", Numerics.FLOAT32: "logits_f32"}
 PROMPTS = [[5 + i, 17, 300, 42 + i] * (1 + 35 * (i % 3)) for i in range(7)]
 PARAMS = [
@@ -48,7 +50,7 @@ def serve(params=PARAMS, prompts=PROMPTS, *, on_llm=None, **options):
 
 
 def files(numerics):
-    return {n: load_golden(f"{FOLDERS[numerics]}/p{n}") for n in LENGTHS}
+    return {n: load_file(GOLDEN / FOLDERS[numerics] / f"p{n}.safetensors") for n in LENGTHS}
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +222,7 @@ def test_golden_prompts_preempted(one_batch, enable_zos):
 
 
 def test_golden_prompts_with_bounded_replay():
-    few = {n: load_golden(f"replay/p{n}") for n in (129, 300, 520)}
+    few = {n: load_file(GOLDEN / "replay" / f"p{n}.safetensors") for n in (129, 300, 520)}
     whole = Run(Numerics.QUANTISED, few, steps=12, replay_keep_tokens=140, device="cuda")
     chunked = Run(Numerics.QUANTISED, few, steps=12, replay_keep_tokens=140, enable_zos=False,
                   max_num_batched_tokens=61, device="cuda")  # fmt: skip
