@@ -150,7 +150,7 @@ def test_the_readme_fits_a_few_screens():
 def test_examples_run(path, tmp_path):
     done = subprocess.run(
         [sys.executable, "-W", "error", path],
-        capture_output=True, text=True, check=False, cwd=tmp_path, timeout=60,
+        capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert re.search(SAYS[path.stem], done.stdout, re.DOTALL), done.stdout

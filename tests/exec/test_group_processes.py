@@ -62,7 +62,7 @@ def ends_of(processes, prefix="error: "):
     """Return (exit code, standard output, standard error's lines with a prefix) of each."""
     ends = []
     for process in processes:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
         errors = [line for line in err.splitlines() if line.startswith(prefix)]
         assert "Traceback" not in err
         ends.append((process.returncode, out, errors))
@@ -116,7 +116,7 @@ def test_a_killed_worker_ends_the_others_with_an_error(tmp_path):
         os.kill(workers[1], signal.SIGKILL)
         with pytest.raises(GroupError, match="rank 1 was killed by SIGKILL"):
             list(stream)
-        assert time.monotonic() - start < 30
+        assert time.monotonic() - start < 120, "the group's own limit is 600 s"
         assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
     finally:
         llm.close()
@@ -137,7 +137,7 @@ def test_a_stopped_worker_ends_the_group_within_its_timeout():
         last = []
         with pytest.raises(GroupError, match="rank 1 was not heard of for 8 s"):
             last.extend(stream)
-        assert time.monotonic() - start < 60
+        assert time.monotonic() - start < 120
         reasons = [output.finish_reason for output in last if output.finished]
         assert reasons == ["error"] * 2
         assert not any(Path(f"/proc/{pid}").exists() for pid in workers)

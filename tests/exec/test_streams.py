@@ -139,7 +139,7 @@ def test_threads_generate_side_by_side(llm):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
         assert not thread.is_alive(), "a call hangs"
     assert found == alone
     assert is_empty(llm.engine)
@@ -159,7 +159,7 @@ def test_a_second_thread_under_torchrun_is_refused():
 
             thread = threading.Thread(target=call)
             thread.start()
-            thread.join(60)
+            thread.join(300)
             return said, len(tokens(stream))
 
     results = llm_results(2, work)
