@@ -16,7 +16,9 @@ from tests.weights import small_checkpoint
 CHECKPOINT = small_checkpoint()
 # The numerics that golden data exists in; the folded one has its own comparison.
 GOLDEN_MODES = (Numerics.QUANTISED, Numerics.FLOAT32)
-SMALL = {"max_model_len": 640, "max_num_seqs": 16, "num_blocks": 40}
+# Who comes late waits few decode steps: each is a step of the model.
+SMALL = {"max_model_len": 640, "max_num_seqs": 16, "num_blocks": 40,
+         "prefill_attempt_interval": 2, "prefill_any_attempt_interval": 3}  # fmt: skip
 
 
 class Watch:

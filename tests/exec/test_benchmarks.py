@@ -159,7 +159,7 @@ def test_turns_are_made_of_their_parts():
 
 def test_recorded_runs_are_small_say_what_they_are_and_retrace(tmp_path):
     run("record_h200.py", "tiny", "--device", "cpu", "--sizes", "small", "--seconds", 1,
-        "--out", tmp_path, "--campaigns", "decode", "online")  # fmt: skip
+        "--most-seconds", 2, "--out", tmp_path, "--campaigns", "decode", "online")  # fmt: skip
     for name in ("decode", "online_low", "online_high"):
         sizes = [path.stat().st_size for path in tmp_path.glob(f"{name}.*.parquet")]
         assert len(sizes) == 3

@@ -34,7 +34,7 @@ def mixed_requests():
             temperature=(0.0, 0.7, 1.0)[row % 3],
             top_p=(1.0, 0.9)[row % 2],
             top_k=(-1, 20, -1, 3)[row % 4],
-            max_tokens=10,
+            max_tokens=6,
             ignore_eos=True,
             seq_seed=1000 + row,
             top_logprobs=row % 3,

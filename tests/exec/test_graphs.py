@@ -106,7 +106,7 @@ def test_filters_and_alternatives_sample_without_a_graph(recorded):
 
 
 def test_a_fault_in_a_graph_is_located(recorded):
-    with LLM(CHECKPOINT, **SMALL) as llm:
+    with LLM(CHECKPOINT, **{**SMALL, "max_num_seqs": 2}) as llm:
         llm.warm_up()
         weight = llm.rank.model.layers[3].attn_norm.weight
         llm.engine.add_request(PROMPTS[1], PARAMS[1], "first")
