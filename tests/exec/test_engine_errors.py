@@ -110,11 +110,6 @@ def test_tokens_outside_the_vocabulary_in_sampling_parameters(llm):
     assert is_empty(llm.engine)
 
 
-def test_max_tokens_zero_is_one_token(llm):
-    (out,) = llm.generate([[5, 6]], SamplingParams(max_tokens=0, ignore_eos=True))
-    assert (len(out.token_ids), out.finish_reason) == (1, "length")
-
-
 def test_a_prompt_too_long_is_answered_and_stops_nobody(llm):
     limit = SMALL["max_model_len"]
     outputs = llm.generate([[5] * (limit + 1), [5, 6]], SHORT)

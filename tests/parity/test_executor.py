@@ -1,8 +1,8 @@
 """The real executor against the simulator: a recorded run, retraced, makes the same plans.
 
-Many requests with forced tokens on the tiny model, arriving while earlier ones run, some aborted, in a pool
-small enough that some are preempted. Durations are whatever this machine takes; decisions may not
-depend on more than the record holds.
+Many requests with forced tokens on the tiny model, arriving while earlier ones run, some aborted,
+in a pool small enough that some are preempted. Durations are whatever this machine takes; decisions
+may not depend on more than the record holds.
 """
 
 import random
