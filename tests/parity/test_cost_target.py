@@ -43,9 +43,12 @@ def record(path, **options):
         max_num_batched_tokens=1_024, chunk_policy="cost_target", cost_model=str(path), **options,
     )  # fmt: skip
     try:
+        # At one time, however long this process is kept from adding the last.
+        now_ns = llm.engine.now_ns()
         for index, length in enumerate(PROMPTS):
             params = SamplingParams(max_tokens=3, ignore_eos=True, seq_seed=index)
-            llm.engine.add_request([3 + i % 900 for i in range(length)], params)
+            prompt = [3 + i % 900 for i in range(length)]
+            llm.engine.add_request(prompt, params, arrival_ns=now_ns)
         while llm.engine.has_unfinished_requests():
             llm.engine.step()
         llm.engine.drain()

@@ -28,7 +28,7 @@ PLAN_COLUMNS = (
 def record(enable_zos, rng):
     """Serve requests that come in bursts while others run; return the run and its preemptions."""
     options = {
-        "max_model_len": 600, "num_blocks": 18, "max_num_seqs": 48, "enable_zos": enable_zos,
+        "max_model_len": 500, "num_blocks": 10, "max_num_seqs": 48, "enable_zos": enable_zos,
         "max_num_batched_tokens": 300, "prefill_attempt_interval": 3,
         "prefill_any_attempt_interval": 5, "record": "unused",
     }  # fmt: skip
@@ -38,13 +38,14 @@ def record(enable_zos, rng):
         sent = 0
         while sent < NUM_REQUESTS or engine.has_unfinished_requests():
             for _ in range(min(rng.choice([0, 8, 24, 40]), NUM_REQUESTS - sent)):
-                params = SamplingParams(
-                    max_tokens=rng.randint(2, 6),
-                    # Forced: who stops early, and so who is preempted, is not the model's to say.
-                    golden_token_ids=tuple(rng.randrange(3, 1000) for _ in range(6)),
-                    stop_token_ids=tuple(range(sent % 20, 1024, 20)),  # one token in twenty
-                )
                 length = rng.choice([2, 3, 5, 9, 30, 126, 127, 127])
+                is_long = length > 100  # it runs until it outgrows its block: some are preempted
+                params = SamplingParams(
+                    max_tokens=4 if is_long else rng.randint(2, 6),
+                    # Forced: who stops early is not the model's to say.
+                    golden_token_ids=tuple(rng.randrange(3, 1000) for _ in range(6)),
+                    stop_token_ids=() if is_long else tuple(range(sent % 10, 1024, 10)),
+                )
                 prompt = [rng.randrange(3, 1000) for _ in range(length)]
                 name = engine.add_request(prompt, params)
                 if rng.random() < 0.1:
