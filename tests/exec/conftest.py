@@ -18,7 +18,7 @@ from mdi_exec.model.weights import Weights
 from mdi_exec.numerics import Numerics
 from mdi_exec.ops.gemm import ROW_TILE
 from tests.exec.engines import CHECKPOINT
-from tests.weights import GOLDEN_TINY
+from tests.exec.weights import GOLDEN_TINY
 
 # The flat config of the released model (docs/model.md, "Dimensions").
 FLAT_V41_FLASH = {

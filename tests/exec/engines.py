@@ -11,7 +11,7 @@ from mdi_exec.engine.runner import StepTokens
 from mdi_exec.numerics import Numerics
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.scheduler import Scheduler
-from tests.weights import small_checkpoint
+from tests.exec.weights import small_checkpoint
 
 CHECKPOINT = small_checkpoint()
 # The numerics that golden data exists in; the folded one has its own comparison.

@@ -14,7 +14,7 @@ from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.model.batch import Batch, BatchItem
 from mdi_exec.numerics import Numerics
 from tests.exec.engines import GOLDEN_MODES, SMALL, Watch, is_empty, report
-from tests.weights import GOLDEN_TINY
+from tests.exec.weights import GOLDEN_TINY
 
 LENGTHS = (1, 37, 127, 128, 129, 300, 520)
 EXACT_MAX_ABS = 1e-4

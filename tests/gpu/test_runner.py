@@ -20,9 +20,9 @@ from mdi_exec.numerics import Numerics
 from mdi_traces import check_run, load_run
 from tests.exec.engines import CHECKPOINT, GOLDEN_MODES, SMALL
 from tests.exec.test_engine_golden import ALL_STEPS, FEW_STEPS, LENGTHS, WAYS, Run
+from tests.exec.weights import GOLDEN_TINY
 from tests.gpu.marks import gpu
 from tests.gpu.strictness import unawaited
-from tests.weights import GOLDEN_TINY
 
 pytestmark = gpu
 

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from shutil import copyfile, rmtree
 
-GOLDEN_TINY = Path(__file__).parent / "golden" / "tiny"
+GOLDEN_TINY = Path(__file__).parent.parent / "golden" / "tiny"
 WANTED = os.environ.get("MDI_TEST_WEIGHTS", "")
 MADE = "MDI_TEST_CHECKPOINT"  # tells processes that a test starts where the checkpoint is
 # The golden model's layers that stay: window with Engram, source, reuse; candidate source,
