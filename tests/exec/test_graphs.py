@@ -141,7 +141,7 @@ def test_a_prefill_shape_holds_the_step_and_a_placeholder():
 @pytest.mark.parametrize("budget", [512, 24], ids=["whole", "chunks"])
 def test_prefill_graphs_change_nothing(recorded, budget):
     """Steps of one or several prompts, whole and in chunks, equal the eager ones bit for bit."""
-    options = {"max_num_batched_tokens": budget, "max_num_seqs": 5}
+    options = {"max_num_batched_tokens": budget, "max_num_seqs": 8}
     plain = serve(**options, use_cuda_graphs=False)
     with LLM(CHECKPOINT, **{**SMALL, **options}) as llm:
         llm.warm_up()
