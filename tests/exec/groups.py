@@ -11,7 +11,7 @@ from mdi_exec.errors import GroupError
 from mdi_exec.ranks.collectives import Collectives
 from mdi_exec.ranks.parallel import RankAddress, RankGroup
 
-LONGEST_S = 60  # a rank that waits longer for the others hangs
+LONGEST_S = 120  # a rank that waits longer for the others hangs
 
 
 class Place:
