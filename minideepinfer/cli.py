@@ -112,13 +112,23 @@ def _usage_message(error: Exception) -> str:
     return f"{message} (see: {path} --help)"
 
 
-def main() -> None:
-    """Entry point of the `mdi` script."""
-    code = run_command(sys.argv[1:])
+def run_and_flush() -> int:
+    """Run `mdi` with this process's arguments, to the last byte of output; return its exit code."""
+    try:
+        code = run_command(sys.argv[1:])
+    except KeyboardInterrupt:  # while the verb was looked up
+        return INTERRUPTED
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
                 stream.flush()
         except OSError:  # told already; Python would try once more at exit, and complain
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    sys.exit(code)
+    return code
+
+
+def main() -> None:
+    """Begin as `__main__.py` does: the script of installations that were made before it did."""
+    from minideepinfer.__main__ import main
+
+    main()

@@ -34,10 +34,10 @@ def main():
         module = import_module(f"tests.fuzz.{given.suite}")
         case = getattr(module, given.suite)(Path(folder))
         seeds = range(given.seed, given.seed + given.count)
-        failed = run(case, seeds, counts, limit_s=SUITES[given.suite], seconds=given.seconds)
-    for seed, error in failed.items():
-        print(f"seed {seed}: {type(error).__name__}: {error}")
-        if given.count == 1:
+        failed = run(case, seeds, counts, limit_s=SUITES[given.suite], seconds=given.seconds,
+                     tell=lambda line: print(line, flush=True))  # fmt: skip
+    if given.count == 1:
+        for error in failed.values():
             traceback.print_exception(error)
     for name, count in sorted(counts.items()):
         print(f"{name}: {count:,}")

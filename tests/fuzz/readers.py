@@ -54,8 +54,8 @@ def readers(folder):
         path = folder / "t"
         path.write_bytes(raw)
         closed = rng.random() < 0.1
-        arrivals = Poisson(rate=2.0) if rng.random() < 0.3 else None
-        limit = rng.choice((None, None, None, 1, 3))
+        arrivals = Poisson(rate=2.0) if rng.random() < 0.15 else None
+        limit = rng.choice((None,) * 8 + (1, 3))
         trace, refused = refusal(lambda: load_requests(
             path, arrivals=arrivals, closed_loop=closed, limit=limit, sort=rng.random() < 0.3))  # fmt: skip
         counts["texts refused" if refused else "texts read"] += 1

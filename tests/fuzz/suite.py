@@ -43,8 +43,8 @@ def within(seconds):
         signal.signal(signal.SIGALRM, before)
 
 
-def run(case: Case, seeds: Iterable[int], counts, *, limit_s=30.0, seconds=float("inf")):
-    """Run the cases of `seeds` for so long; return what failed, by seed."""
+def run(case: Case, seeds: Iterable[int], counts, *, limit_s=30.0, seconds=float("inf"), tell=None):
+    """Run the cases of `seeds` for so long; return what failed, by seed, and tell it at once."""
     failed: dict[int, BaseException] = {}
     start = time.monotonic()
     for seed in seeds:
@@ -58,6 +58,8 @@ def run(case: Case, seeds: Iterable[int], counts, *, limit_s=30.0, seconds=float
             assert grown <= MOST_GROWTH, f"took {grown:,} bytes of memory"
         except (Exception, Hang) as error:  # noqa: BLE001 - whatever it is, its seed is wanted
             failed[seed] = error
+            if tell is not None:
+                tell(f"seed {seed}: {type(error).__name__}: {error}")
         counts["cases"] += 1
     return failed
 

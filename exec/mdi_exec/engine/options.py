@@ -4,9 +4,11 @@ Read next: `mdi_shared/config.py` (the scheduler's options), `engine.py`.
 """
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import torch
 
@@ -78,7 +80,9 @@ class EngineOptions:
     group_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
+        if isinstance(self.record, os.PathLike):
+            object.__setattr__(self, "record", os.fspath(self.record))
+        _check_types(self)
         _check_device_name(self.device)
         names = [n.value for n in Numerics]
         if self.numerics not in names:
@@ -170,19 +174,21 @@ class EngineOptions:
         return free - (1.0 - self.gpu_memory_utilization) * total - workspace
 
 
-def _check_numbers(options: EngineOptions) -> None:
-    """A size in GB or a share is a number, a count an integer; neither is a string or a bool."""
-    for field in fields(options):
-        value, declared = getattr(options, field.name), str(field.type)
-        if declared in ("bool", str(bool)) and not isinstance(value, bool):
-            raise ConfigError(field.name, value, "must be true or false")
-        if "float" not in declared and "int" not in declared:
+_KINDS: dict[type, tuple[tuple[type, ...], str]] = {  # of a field: what it takes, in words
+    bool: ((bool,), "true or false"), int: ((int,), "an integer"),
+    float: ((int, float), "a number"), str: ((str,), "a text"),
+}  # fmt: skip
+
+
+def _check_types(options: EngineOptions) -> None:
+    """A size in GB or a share is a number, a count an integer, and neither is a bool."""
+    for name, declared in get_type_hints(EngineOptions).items():
+        value, kinds = getattr(options, name), get_args(declared) or (declared,)
+        if value is None and NoneType in kinds:
             continue
-        allowed = (int, float) if "float" in declared else (int,)
-        is_absent = value is None and "None" in declared
-        if not is_absent and (isinstance(value, bool) or not isinstance(value, allowed)):
-            kind = "a number" if "float" in declared else "an integer"
-            raise ConfigError(field.name, value, f"must be {kind}")
+        allowed, words = _KINDS[kinds[0]]
+        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+            raise ConfigError(name, value, f"must be {words}")
 
 
 def _check_device_name(name: str) -> None:

@@ -106,6 +106,8 @@ class RequestBook:
             raise ConfigError("n", params.n, "must be 1 for a request; LLM adds one per output")
         if type(arrival_ns) is not int:
             raise ConfigError("arrival_ns", arrival_ns, "must be an integer")
+        if sink is not None and not callable(getattr(sink, "append", None)):
+            raise ConfigError("sink", sink, "must have a method append, like a list")
         if name in self.live:
             raise ConfigError("req_id", name, "is in use by an unfinished request")
         state = RequestState(
