@@ -26,7 +26,7 @@ from mdi_traces import generate_workload
 from mdi_traces.formats import files
 from minideepinfer.cli import make_app, run_command
 from minideepinfer.commands import VERBS
-from tests.fuzz.suite import drawn, one_line
+from tests.fuzz.suite import MOST_LINE_BYTES, drawn, one_line
 from tests.fuzz.values import value
 
 CHECKPOINT = Path(__file__).parent.parent / "golden" / "tiny"
@@ -115,7 +115,8 @@ def _here(arguments, counts):
         assert errors, err.getvalue()[:500]
     elif code == 2:
         assert len(errors) == 1, f"{len(errors)} lines of error: {err.getvalue()[:500]}"
-        assert err.getvalue().splitlines()[-1] == one_line(errors[0])
+        longest = MOST_LINE_BYTES + len(" ".join(arguments).encode("utf-8", "backslashreplace"))
+        assert err.getvalue().splitlines()[-1] == one_line(errors[0], longest)
     elif code == 0:
         assert not errors, errors
         if "--json" in arguments and "--help" not in arguments:

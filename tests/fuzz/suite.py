@@ -76,10 +76,11 @@ def refusal(action, *given):
         return None, one_line(str(error))
 
 
-def one_line(text):
+def one_line(text, most=MOST_LINE_BYTES):
+    """Return `text`, which must be what somebody can read at a glance."""
     assert text, "it is refused without a word"
     assert len(text.splitlines()) == 1, f"more than a line: {text!r}"
-    assert len(text.encode("utf-8", "backslashreplace")) <= MOST_LINE_BYTES, f"long: {text!r}"
+    assert len(text.encode("utf-8", "backslashreplace")) <= most, f"long: {text!r}"
     return text
 
 

@@ -17,7 +17,7 @@ from mdi_exec.model.cache import CacheLayout
 from mdi_exec.numerics import Numerics
 from mdi_exec.ranks.exchange import require_kind
 from mdi_shared.config import MOST_BLOCKS, SchedulerConfig
-from mdi_shared.errors import ConfigError
+from mdi_shared.errors import ConfigError, is_number
 from mdi_shared.placement import placement_by_name
 
 GB = 1e9
@@ -135,7 +135,9 @@ class EngineOptions:
         """
         kept = {name: getattr(self, name) for name in LOADING}
         for name, value in kept.items():
-            if options.get(name, value) != value:
+            given = options.get(name, value)
+            is_kind = type(given) is type(value) or (is_number(given) and is_number(value))
+            if not is_kind or given != value:
                 raise ConfigError(name, options[name], f"the model was loaded with {value!r}, and "
                                   "another value needs another LLM")  # fmt: skip
         return {**options, **kept}

@@ -103,7 +103,8 @@ class Recording:
         self.catch_up()
         queues = scheduler.queues
         pool = (queues.blocks.num_free, queues.slots.num_free)
-        self._recorder.closed(scheduler.unfinished(), pool)
+        # Steps in flight hold memory even of requests that have ended: this is no end of a run.
+        self._recorder.closed(scheduler.unfinished(), None if scheduler.num_in_flight else pool)
         return RankPart(self._recorder, [_Row.of(state) for state in self._requests])
 
     def run(self, scheduler: Scheduler) -> Run:

@@ -104,8 +104,6 @@ class RequestBook:
         require_name(name)
         if params.n != 1:
             raise ConfigError("n", params.n, "must be 1 for a request; LLM adds one per output")
-        if type(arrival_ns) is not int:
-            raise ConfigError("arrival_ns", arrival_ns, "must be an integer")
         if sink is not None and not callable(getattr(sink, "append", None)):
             raise ConfigError("sink", sink, "must have a method append, like a list")
         if name in self.live:

@@ -48,7 +48,7 @@ from mdi_exec.errors import EngineStoppedError, GroupError
 from mdi_exec.ranks.parallel import LOOPBACK, RankAddress, lead_store, require_even_experts
 from mdi_exec.weights.source import open_model
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.errors import ConfigError
+from mdi_shared.errors import ConfigError, require_int
 from mdi_traces.run import Run
 
 _LOOK_S = 0.002  # longest wait for news in one `step`
@@ -146,7 +146,9 @@ class GroupEngine:
         """As `LLMEngine.add_request`, on `rank` (rank 0 if not given)."""
         self.check_request(prompt_token_ids, params)
         self.expect_requests()
-        rank, arrival_ns = rank or 0, self.now_ns() if arrival_ns is None else arrival_ns
+        rank, now_ns = rank or 0, self.now_ns()
+        arrival_ns = now_ns if arrival_ns is None else arrival_ns
+        require_int("arrival_ns", arrival_ns, 0, now_ns)
         with self.book.lock:
             state = self.book.add(prompt_token_ids, params, req_id, arrival_ns, sink)
             self._rank_of[state.req_id] = rank
