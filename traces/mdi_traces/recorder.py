@@ -146,7 +146,7 @@ class RankRecorder:
     def closed(self, unfinished: tuple[tuple[int, int], ...], pool: tuple[int, int] | None) -> None:
         """Note the end of the run: (sequence id, output tokens) of live requests, free ids left.
 
-        `pool` are `POOL_FIELDS`, None while steps are in flight.
+        `pool` are `POOL_FIELDS`, None while the run goes on.
         """
         for seq_id, output_len in unfinished:
             self.requests[seq_id].output_len = output_len

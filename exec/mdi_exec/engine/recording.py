@@ -103,8 +103,9 @@ class Recording:
         self.catch_up()
         queues = scheduler.queues
         pool = (queues.blocks.num_free, queues.slots.num_free)
-        # Steps in flight hold memory even of requests that have ended: this is no end of a run.
-        self._recorder.closed(scheduler.unfinished(), None if scheduler.num_in_flight else pool)
+        # Of requests that have ended, memory comes back a step later: until then this is no end.
+        goes_on = scheduler.num_in_flight > 0 or scheduler.has_unfinished()
+        self._recorder.closed(scheduler.unfinished(), None if goes_on else pool)
         return RankPart(self._recorder, [_Row.of(state) for state in self._requests])
 
     def run(self, scheduler: Scheduler) -> Run:

@@ -72,9 +72,12 @@ class Turns:
         self._do(action)
 
     def alone(self, action: Callable[[], None]) -> None:
-        """Do something with the engine once no other thread does; waits for a turn under way."""
+        """Do something with the engine once no other thread does; waits for a turn under way.
+
+        Under torchrun one thread makes all calls, and a turn may wait for the rank that calls this.
+        """
         own = threading.get_ident()
-        if self._holder == own:  # from inside a turn
+        if self.in_step or self._holder == own:  # the latter from inside a turn
             action()
             return
         with self._changed:
