@@ -16,6 +16,7 @@ import typer
 
 from mdi_shared.errors import DeadlockError, MiniDeepInferError, TraceError
 from minideepinfer.commands import VERBS, load_verb
+from minideepinfer.commands.last_words import tell_once
 from minideepinfer.commands.screen import tell
 
 DATA_SAYS_NO, ASKED_WRONGLY, INTERRUPTED, UNREAD = 1, 2, 130, 141
@@ -83,20 +84,22 @@ def run_command(arguments: Sequence[str]) -> int:
         result = command(args=list(arguments) or ["--help"], prog_name="mdi", standalone_mode=False)
         sys.stdout.flush()
     except MiniDeepInferError as error:
-        tell(f"error: {error}")
+        tell_once(f"error: {error}", error)
         return DATA_SAYS_NO if isinstance(error, TraceError | DeadlockError) else ASKED_WRONGLY
     except UsageError as error:
-        tell(f"error: {_usage_message(error)}")
+        tell_once(f"error: {_usage_message(error)}", error)
         return ASKED_WRONGLY
     except (SystemExit, BrokenPipeError):  # the former is what click and rich make of the latter
         return UNREAD
     except OSError as error:
-        tell(f"error: {error.filename or 'standard output'}: {error.strerror or error}")
+        line = f"error: {error.filename or 'standard output'}: {error.strerror or error}"
+        tell_once(line, error)
         return ASKED_WRONGLY
     except (typer.Abort, KeyboardInterrupt):
         result = INTERRUPTED
     if result == INTERRUPTED:  # newer typer returns this code, older raises Abort
-        tell("interrupted")
+        if os.environ.get("RANK", "0") == "0":  # every rank hears the same Ctrl-C
+            tell("interrupted")
     if not arguments:
         return ASKED_WRONGLY
     return result if isinstance(result, int) else 0

@@ -22,7 +22,7 @@ from mdi_exec.engine.llm import LLM
 from mdi_exec.engine.rank_worker import _Outbox
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.errors import GroupError
-from mdi_exec.ranks.parallel import LOOPBACK, RankAddress, join_group, lead_store
+from mdi_exec.ranks.meeting import LOOPBACK, RankAddress, join_group, lead_store
 from mdi_shared.errors import ConfigError
 from tests.exec.engines import CHECKPOINT, SMALL
 

@@ -131,7 +131,9 @@ class Party:
     # ---- honest ones ---------------------------------------------------------------------------
 
     def _requests(self, rng, most):
-        prompts = [[rng.randrange(3, 500) for _ in range(rng.randint(1, most))] for _ in range(REQUESTS)]
+        prompts = [
+            [rng.randrange(3, 500) for _ in range(rng.randint(1, most))] for _ in range(REQUESTS)
+        ]
         params = [SamplingParams(seq_seed=rng.getrandbits(60), max_tokens=rng.randint(1, most),
                                  ignore_eos=rng.random() < 0.5) for _ in prompts]  # fmt: skip
         return prompts, params
@@ -189,7 +191,9 @@ class Party:
     def _generate(self, rng):
         self.llm.save_recording()
         prompts, names = hostile_prompts(rng), ("prompts", "prompt_token_ids")
-        outputs = self.llm.generate(**{rng.choice(names): prompts}, sampling_params=hostile_params(rng))
+        outputs = self.llm.generate(
+            **{rng.choice(names): prompts}, sampling_params=hostile_params(rng)
+        )
         assert all(output.finished for output in outputs), outputs
         assert all(isinstance(output.text, str) for output in outputs), outputs
 

@@ -59,7 +59,9 @@ def commands(folder):
             error.args = (f"{error.args} from: mdi {arguments}"[:1500],)
             raise
         counts[f"verb {verb}"] += 1
-        left = [path.name for path in place.rglob(".*") if path.name.endswith((".partial", ".switch"))]
+        left = [
+            path.name for path in place.rglob(".*") if path.name.endswith((".partial", ".switch"))
+        ]
         assert not left, f"left behind by mdi {arguments}: {left}"
 
     return case

@@ -69,7 +69,9 @@ def mutated(document: Any, rng: Random) -> str:
             found = found[key]
         holder[last] = found
     elif how < 0.5 and isinstance(value, int):
-        holder[last] = rng.choice((value + 1, value - 1, value * 2, value // 2, -value, value << 32))
+        holder[last] = rng.choice(
+            (value + 1, value - 1, value * 2, value // 2, -value, value << 32)
+        )
     else:
         holder[last] = _MARK
     new = rng.choice((*BAD_NUMBERS, *OTHERS))

@@ -73,7 +73,9 @@ def readers(folder):
             assert refused or found.frame().equals(work.frame()), "wrongly read"
         else:
             for each, content in sealed.items():
-                (folder / f"d{each.removeprefix('run')}").write_bytes(raw if each == name else content)
+                (folder / f"d{each.removeprefix('run')}").write_bytes(
+                    raw if each == name else content
+                )
             found, refused = refusal(_loaded, folder / "d")
             if refused is None:
                 for table in ("steps", "items", "requests"):

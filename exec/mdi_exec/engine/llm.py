@@ -21,7 +21,7 @@ from mdi_exec.engine.sampling import SamplingParams, params_for_each
 from mdi_exec.engine.streams import OutputStream, Place, Turns
 from mdi_exec.engine.workers import GroupEngine
 from mdi_exec.model.config import ModelConfig
-from mdi_exec.ranks.parallel import RankAddress
+from mdi_exec.ranks.meeting import RankAddress
 from mdi_exec.weights.source import ModelSource
 from mdi_exec.weights.tokenizer import Tokenizer
 from mdi_shared.config import SchedulerConfig

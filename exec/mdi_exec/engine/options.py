@@ -29,6 +29,7 @@ MOST_TIMEOUT_S = 1_000_000
 LOADING = (
     "device", "numerics", "revision", "weight_cache_memory_gb", "expanded_weights_memory_gb",
     "data_parallel_size", "expert_parallel_size", "exchange", "group_port", "group_timeout_s",
+    "group_start_timeout_s",
 )  # fmt: skip
 """Options that a loaded model keeps; all others belong to the engine that serves it."""
 
@@ -55,8 +56,8 @@ class EngineOptions:
     routed experts; `expert_parallel_size` is the same number in this version. They are processes
     that the LLM starts, unless torchrun has. `exchange` is how rows reach other ranks' experts:
     "all_gather" or "all_to_all". `placement` says which rank serves a request.
-    `group_port` is where they meet (0: any free one); a rank that is not heard of for
-    `group_timeout_s` seconds ends the group.
+    `group_port` is where they meet (0: any free one), for which they have `group_start_timeout_s`
+    seconds; a rank that is not heard of for `group_timeout_s` seconds ends the group.
     """
 
     device: str = "cpu"
@@ -78,6 +79,7 @@ class EngineOptions:
     placement: str = "round_robin"
     group_port: int = 0
     group_timeout_s: float = 600.0
+    group_start_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
         if isinstance(self.record, os.PathLike):
@@ -114,9 +116,10 @@ class EngineOptions:
         placement_by_name(self.placement)
         if not 0 <= self.group_port < 1 << 16:
             raise ConfigError("group_port", self.group_port, "must be from 0 to 65535")
-        if not 0 < self.group_timeout_s <= MOST_TIMEOUT_S:
-            raise ConfigError("group_timeout_s", self.group_timeout_s,
-                              f"must be above 0 and at most {MOST_TIMEOUT_S:,} s")  # fmt: skip
+        for name in ("group_timeout_s", "group_start_timeout_s"):
+            if not 0 < getattr(self, name) <= MOST_TIMEOUT_S:
+                raise ConfigError(name, getattr(self, name),
+                                  f"must be above 0 and at most {MOST_TIMEOUT_S:,} s")  # fmt: skip
 
     def require_group(self, size: int) -> None:
         """Raise `ConfigError` unless these options fit a group of `size` ranks."""

@@ -45,7 +45,8 @@ from mdi_exec.engine.rank_worker import (
 from mdi_exec.engine.request_state import RequestBook, RequestOutput, Sink, require_name
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.errors import EngineStoppedError, GroupError
-from mdi_exec.ranks.parallel import LOOPBACK, RankAddress, lead_store, require_even_experts
+from mdi_exec.ranks.meeting import LOOPBACK, RankAddress, lead_store
+from mdi_exec.ranks.parallel import require_even_experts
 from mdi_exec.weights.source import open_model
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.errors import ConfigError, require_int
