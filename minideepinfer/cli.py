@@ -97,9 +97,9 @@ def run_command(arguments: Sequence[str]) -> int:
         return ASKED_WRONGLY
     except (typer.Abort, KeyboardInterrupt):
         result = INTERRUPTED
-    if result == INTERRUPTED:  # newer typer returns this code, older raises Abort
-        if os.environ.get("RANK", "0") == "0":  # every rank hears the same Ctrl-C
-            tell("interrupted")
+    # Newer typer returns this code, older raises Abort. All ranks of a group hear the same Ctrl-C.
+    if result == INTERRUPTED and os.environ.get("RANK", "0") == "0":
+        tell("interrupted")
     if not arguments:
         return ASKED_WRONGLY
     return result if isinstance(result, int) else 0

@@ -71,7 +71,8 @@ def calls(folder):
         llm.reopen(
             max_model_len=640, num_blocks=rng.choice((8, 24, 40)), record=record,
             max_num_seqs=rng.choice((1, 4, 16)), enable_zos=rng.random() < 0.7,
-            prefill_attempt_interval=rng.choice((1, 7)), max_num_batched_tokens=rng.choice((16, 512)),
+            prefill_attempt_interval=rng.choice((1, 7)),
+            max_num_batched_tokens=rng.choice((16, 512)),
         )  # fmt: skip
         if not is_real:
             llm.engine.runner = MadeUpRunner(llm.config.vocab_size, llm.engine.runner)
@@ -96,8 +97,8 @@ class Party:
         self.wanted = [self._wanted(llm, *each, is_real) for each in honest]
         self.threads = [threading.Thread(target=self._guarded, args=(self._ask, *each, wanted))
                         for each, wanted in zip(honest, self.wanted, strict=True)]  # fmt: skip
-        self.threads += [threading.Thread(target=self._guarded, args=(self._annoy, rng.getrandbits(60)))
-                         for _ in range(HOSTILE)]  # fmt: skip
+        self.threads += [threading.Thread(target=self._guarded, args=(self._annoy, seed))
+                         for seed in (rng.getrandbits(60) for _ in range(HOSTILE))]  # fmt: skip
 
     def run(self, *, stops):
         for thread in self.threads:
@@ -127,6 +128,9 @@ class Party:
             work(*given)
         except BaseException as error:  # noqa: BLE001 - the main thread raises it
             self.failed.append(error)
+
+    def require_stopped(self):
+        assert self.is_stopped, "the engine has stopped, and nobody asked for that"
 
     # ---- honest ones ---------------------------------------------------------------------------
 
@@ -159,8 +163,8 @@ class Party:
                 if output.finished:
                     last[output.prompt_index] = output
                 self.counts["outputs of honest requests"] += 1
-        except EngineStoppedError as error:
-            assert self.is_stopped, error
+        except EngineStoppedError:
+            self.require_stopped()
         else:
             assert len(last) == len(prompts) or self.is_stopped, "a request has no last output"
         for index, output in last.items():
@@ -180,8 +184,8 @@ class Party:
         for _ in range(CALLS):
             try:
                 rng.choice(acts)(rng)
-            except EngineStoppedError as error:
-                assert self.is_stopped, error
+            except EngineStoppedError:
+                self.require_stopped()
             except REFUSED as error:
                 one_line(str(error))
                 self.counts["calls refused"] += 1

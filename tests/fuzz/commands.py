@@ -92,7 +92,7 @@ def _arguments(params, rng):
 
 
 def _kept_small(arguments):
-    """Cut what the real model serves: on a CPU a prompt of a preset's length takes half a minute."""
+    """Cut what the real model serves: prompts of a preset's lengths take minutes on a CPU."""
     if arguments[0] not in ("record", "replay"):
         return arguments
     cuts = {"--max-prompt": "40", "--max-output": "2", "--rate": "1000"}

@@ -36,7 +36,7 @@ OPTIONS = (*EngineOptions.__dataclass_fields__, *SchedulerConfig.__dataclass_fie
 
 
 def hostile_params(rng):
-    """Return `SamplingParams` with a field or two of any value, or something else in their place."""
+    """Return `SamplingParams` with a field or two of any value, or something else altogether."""
     if rng.random() < 0.1:
         return rng.choice(VALUES)
     names = rng.sample(sorted(PARAMS), rng.choice((1, 1, 2)))

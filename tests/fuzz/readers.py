@@ -56,8 +56,9 @@ def readers(folder):
         closed = rng.random() < 0.1
         arrivals = Poisson(rate=2.0) if rng.random() < 0.15 else None
         limit = rng.choice((None,) * 8 + (1, 3))
-        trace, refused = refusal(lambda: load_requests(
-            path, arrivals=arrivals, closed_loop=closed, limit=limit, sort=rng.random() < 0.3))  # fmt: skip
+        options = {"arrivals": arrivals, "closed_loop": closed, "limit": limit,
+                   "sort": rng.random() < 0.3}  # fmt: skip
+        trace, refused = refusal(lambda: load_requests(path, **options))
         counts["texts refused" if refused else "texts read"] += 1
         if refused is None and limit is None and arrivals is None:
             counts["texts read twice"] += _is_right(raw, trace)

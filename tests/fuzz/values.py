@@ -8,7 +8,8 @@ HOSTILE_NUMBERS = ("-1", "0", "-0", "1.5", "nan", "inf", "-inf", "1e999", "1e-99
                    "2147483648", "", " ", "x", "1_0", "٣", "0x10", "1,5", "--", "true", "none",
                    "1e5", "-1e5", "\ud800")  # fmt: skip
 HOSTILE_TEXTS = ("", " ", "x" * 5_000, "\ud800", "\n", "a\nb", "\x1b[31mred", "'\"", "../..", "-",
-                 "--help", "-x", "%s%n", "{}", "[bold]", "=", "😀", "none", "null", "0", "\t", "*")  # fmt: skip
+                 "--help", "-x", "%s%n", "{}", "[bold]", "=", "😀", "none", "null", "0",
+                 "\t", "*")  # fmt: skip
 
 # Option -> values that are all right, for a small and quick run.
 GOOD = {

@@ -1,7 +1,7 @@
 """How the ranks of a group find each other: a store that one of them runs, or torchrun.
 
 A rank enters the store, waits until all have, and makes the group. Every wait has a limit, and who
-waits in vain says which ranks are missing. Read next: `parallel.py`, `workers.py`, docs/parallel.md.
+waits in vain says which ranks are missing. Read next: `parallel.py`, docs/parallel.md.
 """
 
 import os

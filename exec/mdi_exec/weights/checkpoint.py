@@ -169,7 +169,7 @@ def _read_index(path: Path) -> dict[str, str]:
     weight_map = index["weight_map"]
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise CheckpointError(path.name, "its weight_map must map tensor names to file names")
-    outside = [file for file in weight_map.values() if Path(file).name != file]
+    outside = [file for file in weight_map.values() if Path(file).name != file or "\0" in file]
     if outside:
         raise CheckpointError(path.name, f"names a file outside the directory: {outside[0]!r}")
     return weight_map

@@ -38,7 +38,8 @@ _NOT_READ = {
     b"Obj\x01": "is an Avro file",
     b"SQLite format 3": "is an SQLite database", b"\x89HDF": "is an HDF5 file",
 }  # fmt: skip
-_DAMAGED = (OSError, EOFError, NotImplementedError, pa.ArrowException, zipfile.BadZipFile, zlib.error)
+_DAMAGED = (OSError, EOFError, NotImplementedError, pa.ArrowException, zipfile.BadZipFile,
+            zlib.error)  # fmt: skip
 _MARKS = (  # UTF-32 first: its mark begins like that of UTF-16
     (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
     (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"),
