@@ -75,14 +75,14 @@ class Group:
 
     def start(self, *arguments, code=None, **env):
         program = ["-c", code] if code else ["-m", "minideepinfer"]
-        error = self.place / f"error{len(self.started)}"
-        self.started.append(subprocess.Popen(
-            [sys.executable, *program, *map(str, arguments)], cwd=self.place,
-            stdout=subprocess.DEVNULL, stderr=error.open("w"), stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), MARK: self.mark, **env},
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        ))  # fmt: skip
+        with (self.place / f"error{len(self.started)}").open("w") as error:
+            self.started.append(subprocess.Popen(
+                [sys.executable, *program, *map(str, arguments)], cwd=self.place,
+                stdout=subprocess.DEVNULL, stderr=error, stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), MARK: self.mark, **env},
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            ))  # fmt: skip
 
     def rank(self, rank, port, *extra, size=2, token="", model=TINY, code=None):
         """Start a rank as a launcher would."""

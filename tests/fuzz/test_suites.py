@@ -36,7 +36,7 @@ class TestWithModel:
     def test_commands(self, tmp_path):
         from tests.fuzz.commands import commands
 
-        counts = sliced(commands(tmp_path), 60)
+        counts = sliced(commands(tmp_path), 40)
         assert min(counts[f"exit code {code}"] for code in (0, 2)) > 10
 
     def test_damaged_checkpoints(self, tmp_path):
