@@ -17,6 +17,7 @@ from mdi_exec.engine.request_state import (
     RequestOutput,
     RequestState,
     Sink,
+    arrival,
     require_name,
 )
 from mdi_exec.engine.runner import ModelRunner, Pending, StepTokens
@@ -25,7 +26,7 @@ from mdi_exec.errors import EngineStoppedError
 from mdi_exec.ranks.parallel import HAS_COME, MAY_COME, NOTHING_COMES, RankGroup
 from mdi_exec.weights.tokenizer import Tokenizer
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.errors import ConfigError, require_int
+from mdi_shared.errors import ConfigError
 from mdi_shared.loop import (
     Answer,
     AwaitArrival,
@@ -130,17 +131,10 @@ class LLMEngine:
         assert rank is None or self.takes(rank), f"rank {rank}'s request, on {self.group.rank}"
         with self.book.lock:
             self._require_open()  # asked again: it may have stopped meanwhile
-            arrival_ns = self._arrival(arrival_ns)
+            arrival_ns = arrival(arrival_ns, self.now_ns())
             state = self.book.add(prompt_token_ids, params, req_id, arrival_ns, sink)
             self._inbox.append(state)
         return state.req_id
-
-    def _arrival(self, given_ns: int | None) -> int:
-        now_ns = self.now_ns()
-        if given_ns is None:
-            return now_ns
-        require_int("arrival_ns", given_ns, 0, now_ns)
-        return given_ns
 
     def check_request(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raise what `add_request` would raise for this prompt; queue nothing."""
@@ -244,12 +238,10 @@ class LLMEngine:
 
     def drain(self) -> None:
         """Run until the engine is idle; what becomes visible is given out as in `turn`."""
-        while self._has_work() or not self._is_idle:
+        scheduler = self.scheduler
+        queued = self.book.live if self.group.size == 1 else {}  # nobody may have looked at it yet
+        while scheduler.has_unfinished() or scheduler.num_in_flight or queued or not self._is_idle:
             self.turn()
-
-    def _has_work(self) -> bool:
-        waits = self.group.size == 1 and bool(self.book.live)  # nobody has looked at it yet
-        return waits or self.scheduler.has_unfinished() or self.scheduler.num_in_flight > 0
 
     def close(self, *, leaves_group: bool = True) -> None:
         """Stop the device worker, free the cache and leave the group; harmless when done twice.
