@@ -69,7 +69,7 @@ def calls(folder):
         _, refused = refusal(lambda: llm.reopen(**hostile_options(rng)))
         counts["calls refused" if refused else "calls served"] += 1
         llm.reopen(
-            max_model_len=640, num_blocks=rng.choice((8, 24, 40)), record=record,
+            max_model_len=64 if is_real else 640, num_blocks=rng.choice((8, 24, 40)), record=record,
             max_num_seqs=rng.choice((1, 4, 16)), enable_zos=rng.random() < 0.7,
             prefill_attempt_interval=rng.choice((1, 7)),
             max_num_batched_tokens=rng.choice((16, 512)),

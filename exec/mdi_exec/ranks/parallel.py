@@ -9,8 +9,9 @@ Read next: `meeting.py` (how ranks find each other), `engine.py` (who calls), do
 """
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +30,7 @@ NOTHING_COMES, MAY_COME, HAS_COME = range(3)  # what a rank without work knows o
 _TOPICS = ("unfinished", "prefill", "admitted")
 _RULES = (NONE, ALL, ANY)
 ERROR_KEY = "first_error"
+_STORE_ANSWER_S = 5.0  # for the store to take in an error
 
 
 class RankGroup:
@@ -173,12 +175,20 @@ class ProcessGroup(RankGroup):
         return error if is_own and first == told else GroupError(first, is_quoted=first != told)
 
     def _first_error(self, told: str) -> str:
-        """Write `told` where all ranks find it, unless one was faster; return what stands there."""
-        try:
-            found: bytes = self._store.compare_set(ERROR_KEY, "", told)
-            return found.decode()
-        except RuntimeError:  # the store has died with its rank
-            return told
+        """Write `told` where all ranks find it, unless one was faster; return what stands there.
+
+        A thread asks, because torch waits without end for a store whose rank was stopped.
+        """
+        found: list[str] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):  # the store has died with its rank
+                found.append(self._store.compare_set(ERROR_KEY, "", told).decode())
+
+        thread = threading.Thread(target=ask, name="first error", daemon=True)
+        thread.start()
+        thread.join(_STORE_ANSWER_S)
+        return found[0] if found else told
 
     def close(self) -> None:
         if self.is_open:
