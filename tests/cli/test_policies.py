@@ -70,5 +70,6 @@ def test_a_bad_specification_is_one_line(mdi, spec, says):
 
 
 def test_strict_mode_takes_no_policy(mdi):
-    done = mdi("simulate", *requests((20, "a")), "--policy", "lcfs", "--set", "strict_upstream=true")
+    strict = ("--set", "strict_upstream=true")
+    done = mdi("simulate", *requests((20, "a")), "--policy", "lcfs", *strict)
     assert "policy = 'lcfs': contradicts strict_upstream" in done.err
