@@ -46,13 +46,17 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 }
 
 
+MOST_TOKENS, LATEST_NS = 2**31 - 1, 2**62  # as traces hold them
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hints:
     """What a scheduling policy may know of a request beyond its lengths; None is "not known".
 
     `predicted_len` is an estimate of its output, tokens; a larger `priority` is more urgent; its
     first token is due `deadline_ns` after it arrived. Requests of one `client` share a budget,
-    those of one `program` are steps of the same work.
+    those of one `program` are steps of the same work. Raises `ConfigError` for values of another
+    type, or beyond what a trace holds.
     """
 
     predicted_len: int | None = None
@@ -62,10 +66,13 @@ class Hints:
     program: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("predicted_len", "deadline_ns"):
+        for name, most in (("predicted_len", MOST_TOKENS), ("deadline_ns", LATEST_NS)):
             if getattr(self, name) is not None:
-                require_int(name, getattr(self, name), 1)
-        require_int("priority", self.priority, -(2**63))
+                require_int(name, getattr(self, name), 1, most)
+        for name in ("client", "program"):
+            holds = isinstance(getattr(self, name), str | None)
+            require(holds, name, getattr(self, name), "must be a text, or None")
+        require_int("priority", self.priority, -128, 127)
 
 
 NO_HINTS = Hints()

@@ -372,6 +372,15 @@ def test_a_bad_specification_says_what_is_allowed(spec, says):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(("name", "value"), [
+    ("predicted_len", 0), ("predicted_len", 2**31), ("deadline_ns", 1.5), ("priority", 128),
+    ("priority", None), ("client", 3), ("program", b"p"),
+])  # fmt: skip
+def test_a_hint_is_what_a_trace_can_hold(name, value):
+    with pytest.raises(ConfigError, match=f"^{name} = "):
+        Hints(**{name: value})
+
+
 def test_a_specification_is_a_text_or_a_policy():
     with pytest.raises(ConfigError, match="policy = 3: must be a text such as"):
         new_policy(3)

@@ -45,7 +45,7 @@ class PolicyMachine(SchedulerMachine):
     @rule(ms=st.sampled_from([1, 10, 200]))
     def time_goes_by(self, ms):
         self.now_ns += ms * 1_000_000
-        if hasattr(self, "scheduler"):
+        if hasattr(self, "scheduler") and self.scheduler.decisions is not None:
             self.scheduler.decisions.view.now_ns = self.now_ns
 
     def plan(self, try_prefill):
