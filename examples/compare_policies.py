@@ -1,7 +1,7 @@
 """Serve one workload under several scheduling policies: what each gains, and who pays for it.
 
-Usage: python examples/compare_policies.py [SPEC ...]. The pool is too small for the load, so requests
-queue and are preempted. docs/policies.md lists what a SPEC may be; docs/own-policy.md writes one.
+Usage: python examples/compare_policies.py [SPEC ...]. The pool is too small for the load, so
+requests queue and are preempted. docs/policies.md lists what a SPEC may be.
 """
 
 import sys
@@ -9,7 +9,8 @@ import sys
 import minideepinfer as mdi
 
 SPECS = sys.argv[1:] or [
-    "fcfs", "shortest_prompt", "srpt", "srpt:sigma=1", "mcsf", "past_future", "victim=least_computed"
+    "fcfs", "shortest_prompt", "srpt", "srpt:sigma=1", "mcsf", "past_future",
+    "victim=least_computed",
 ]  # fmt: skip
 STEPS = mdi.ConstantCost(prefill_ns=60_000_000, decode_ns=15_000_000)
 SCHEDULER = {"num_blocks": 200, "max_model_len": 16_384, "prefill_attempt_interval": 1}

@@ -183,8 +183,8 @@ def request_problems(table: pa.Table) -> Iterator[Problem]:
                       "rows by arrival (mdi convert --sort, or sort=True)", arrival)  # fmt: skip
     for name in ("deadline_ns", "predicted_len"):
         values = ints(table[name], null=1)
-        yield from _first((values < 1) | (values > LATEST_NS), name,
-                          f"{{}} must be from 1 to {LATEST_NS}; null = not known", values)  # fmt: skip
+        words = f"{{}} must be from 1 to {LATEST_NS}; null = not known"
+        yield from _first((values < 1) | (values > LATEST_NS), name, words, values)
     rank = ints(table["rank"])
     yield from _first(rank < 0, "rank", "{} must not be negative; null = any rank", rank)
     yield from _sampling(table)

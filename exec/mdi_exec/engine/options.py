@@ -199,7 +199,8 @@ def _check_types(options: EngineOptions) -> None:
     """A size in GB or a share is a number, a count an integer, and neither is a bool."""
     for name, declared in get_type_hints(EngineOptions).items():
         value, kinds = getattr(options, name), get_args(declared) or (declared,)
-        if value is None and NoneType in kinds:
+        is_object = isinstance(value, Policy) and Policy in kinds
+        if is_object or (value is None and NoneType in kinds):
             continue
         allowed, words = _KINDS[kinds[0]]
         if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
