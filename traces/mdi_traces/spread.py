@@ -22,7 +22,6 @@ from mdi_shared.plan import DECODE, IDLE_DECODE, STEP_KINDS
 from mdi_traces.columns import Bools, Ints
 from mdi_traces.decode_sums import decode_columns
 from mdi_traces.recorder import FIELDS, LANDING_FIELDS, MEASURED_FIELDS, NOT_YET, RankRecorder
-from mdi_traces.spans import TokenSpans
 
 PORTION = 1 << 16  # items, and steps, spread at a time
 Columns = dict[str, NDArray[Any]]
@@ -41,7 +40,7 @@ class RankSteps:
         self.entries: dict[str, dict[str, Ints]] = {
             name: _fields(recorder.entries[name], names) for name, names in FIELDS.items()
         }
-        self._columns = {
+        self.columns = {
             name: np.array(values, dtype=np.int64) for name, values in recorder.columns.items()
         }
         measured = np.array(recorder.measured).reshape(-1, len(MEASURED_FIELDS))[: self.rows]
@@ -49,14 +48,14 @@ class RankSteps:
         self.measured = measured if len(measured) else nothing
         rows = np.arange(self.rows)
         begins = self.entries["stretches"]["row"]
-        self._stretch_of = np.searchsorted(begins, rows, side="right") - 1
-        self.repetition = rows - begins[self._stretch_of]
+        self.stretch_of = np.searchsorted(begins, rows, side="right") - 1
+        self.repetition = rows - begins[self.stretch_of]
 
     def part(self, first: int, stop: int) -> "RankSteps":
         """Return the same with no other step rows than these; its items are those of the whole."""
-        self.decode_rows, self._decode_shift, self._stays  # noqa: B018 - made of the whole
+        self.decode_rows, self._decode_shift, self.stays  # noqa: B018 - made of the whole
         part = copy(self)
-        for name in ("measured", "_stretch_of", "repetition"):
+        for name in ("measured", "stretch_of", "repetition"):
             setattr(part, name, getattr(self, name)[first:stop])
         part.first, part.rows = first, stop - first
         return part
@@ -68,7 +67,7 @@ class RankSteps:
 
     def per_step(self, name: str, *, first_only: bool = False) -> Ints:
         """A field of stretches for each step; with `first_only`, 0 in repetitions."""
-        values = self.entries["stretches"][name][self._stretch_of]
+        values = self.entries["stretches"][name][self.stretch_of]
         return np.where(self.repetition == 0, values, 0) if first_only else values
 
     def numbers(self) -> Ints:
@@ -94,25 +93,25 @@ class RankSteps:
 
     def times(self) -> dict[str, Ints]:
         """When each step was launched, ran and was processed, ns; see `recorder.py`."""
-        out = self.of_part({name: self._columns[name] for name in LANDING_FIELDS})
+        out = self.of_part({name: self.columns[name] for name in LANDING_FIELDS})
         first, begins = self.repetition == 0, self.per_step
         # The look at the world comes when a step has been processed, `keep` before the last one.
-        looks = self._columns["t_done"][np.maximum(self.all_rows - 1 - self.keep, 0)]
+        looks = self.columns["t_done"][np.maximum(self.all_rows - 1 - self.keep, 0)]
         at_launch = (self.repetition == 1) & (begins("has_oldest") == 0)
         looks = np.where(at_launch, begins("t_launch"), looks)
         sched = np.where(first, begins("t_sched"), looks)
         device = out["t_dev_end"] - out["t_dev_start"]
         met, pred = sched.copy(), np.where(first, begins("pred_ns"), device)
-        if len(self._columns["met_ns"]):
+        if len(self.columns["met_ns"]):
             later = np.flatnonzero(~first)
             # Each stretch has an entry less than steps; those before this part are skipped.
             skipped = self.first - int(
                 np.searchsorted(self.entries["stretches"]["row"], self.first)
             )
             for column, name in ((met, "met_ns"), (pred, "pred_ns")):
-                column[later] = self._columns[name][skipped : skipped + len(later)]
+                column[later] = self.columns[name][skipped : skipped + len(later)]
         planned = np.where(first, begins("t_planned"), met + begins("schedule_ns"))
-        ends = self._columns["t_dev_end"]
+        ends = self.columns["t_dev_end"]
         free = np.where(self.all_rows > 0, ends[self.all_rows - 1], out["t_dev_start"])
         return {
             **out, "t_sched": sched, "t_planned": planned, "pred_ns": pred, "device_free": free,
@@ -141,7 +140,7 @@ class RankSteps:
         return (self.per_step("shift") + self.repetition)[self.decode_rows]
 
     @cached_property
-    def _stays(self) -> dict[str, Ints]:
+    def stays(self) -> dict[str, Ints]:
         """Stays in the order that members have inside a batch."""
         stays = self.entries["stays"]
         order = np.lexsort((stays["seq_id"], stays["tie"], stays["neg_base"]))
@@ -186,7 +185,7 @@ class RankSteps:
             by_key = np.argsort(key)
             places = by_key[np.searchsorted(key, wanted, sorter=by_key)]
             accepted[places] = self.entries["accepted"]["drafts"][marks]
-        goes_on = (self.per_step("n_chunked") == 1)[step_row] & _last_of_row(step_row)
+        goes_on = (self.per_step("n_chunked") == 1)[step_row] & last_of_row(step_row)
         return {
             "step_row": step_row, "seq_id": seq, "q": q, "k": k, "is_last_chunk": ~goes_on,
             "dropped": dropped, "accepted": accepted,
@@ -198,7 +197,7 @@ class RankSteps:
 
         They are in the order of members, and of steps inside a member.
         """
-        stays = self._stays
+        stays = self.stays
         begin, end = np.maximum(stays["first"], first), np.minimum(stays["stop"], stop)
         here = np.flatnonzero(begin < end)
         begin, counts = begin[here], (end - begin)[here]
@@ -237,72 +236,13 @@ class RankSteps:
                 out[name][rows] = values
         return out
 
-    # ---- tokens --------------------------------------------------------------------------------
-
-    def token_spans(self) -> Iterator[TokenSpans]:
-        """Yield who gave tokens in which steps: an entry per stay and per prompt (`spans.py`)."""
-        numbers = self.numbers()
-        if (self.per_step("rows_each") > 1).any():  # with drafts steps give unlike numbers
-            for first, stop in self.portions():
-                items = self.items(first, stop)
-                yield self._spans(numbers[items["step_row"]], items["seq_id"], items["emitted"], 0)
-            return
-        stays, stops = self._stays, self._stops_without_dropped()
-        gave = stops > stays["first"]
-        prompts = self._finished_prompts()
-        rows = np.concatenate((self.entries["prompts"]["row"][prompts],
-                               self.decode_rows[stays["first"][gave]]))  # fmt: skip
-        seqs = np.concatenate((self.entries["prompts"]["seq_id"][prompts], stays["seq_id"][gave]))
-        further = np.concatenate((np.zeros(len(prompts), dtype=np.int64),
-                                  (stops - stays["first"] - 1)[gave]))  # fmt: skip
-        order = np.argsort(rows, kind="stable")
-        yield self._spans(numbers[rows[order]], seqs[order], 1, further[order])
-
-    def _spans(self, steps: Ints, seqs: Ints, gave: Ints | int, further: Ints | int) -> TokenSpans:
-        same = np.zeros(len(steps), dtype=np.int64)
-        requests = self.request_of[seqs]
-        return TokenSpans(same + self.rank, steps, requests, same + gave, same + further)
-
-    def _stops_without_dropped(self) -> Ints:
-        """Where stays end but for the rows that were dropped, which are their last."""
-        stays, dropped = self._stays, self.entries["dropped"]
-        stops = stays["stop"].copy()
-        key = (stays["seq_id"] << 40) | stays["first"]
-        order = np.argsort(key)
-        late = (dropped["seq_id"] << 40) | np.searchsorted(self.decode_rows, dropped["row"])
-        np.subtract.at(stops, order[np.searchsorted(key[order], late, side="right") - 1], 1)
-        return stops
-
-    def _finished_prompts(self) -> Ints:
-        """The entries of prompts whose last chunk was processed: each gave a token."""
-        rows = self.entries["prompts"]["row"]
-        seen = np.flatnonzero(rows < self.rows)
-        cut = self.entries["stretches"]["n_chunked"][self._stretch_of[rows[seen]]] == 1
-        finished: Ints = seen[~(cut & _last_of_row(rows)[seen])]
-        return finished
-
-    def last_tokens(self, seq_ids: list[int]) -> dict[int, int]:
-        """When sequences got the last of their tokens, ns; those without one are left out."""
-        done = self._columns["t_done"]
-        out: dict[int, int] = {}
-        stays, stops = self._stays, self._stops_without_dropped()
-        prompts, chosen = self._finished_prompts(), np.array(seq_ids, dtype=np.int64)
-        wanted = np.isin(stays["seq_id"], chosen) & (stops > stays["first"])
-        prompts = prompts[np.isin(self.entries["prompts"]["seq_id"][prompts], chosen)]
-        rows = np.concatenate((self.decode_rows[stops[wanted] - 1],
-                               self.entries["prompts"]["row"][prompts]))  # fmt: skip
-        seqs = np.concatenate((stays["seq_id"][wanted], self.entries["prompts"]["seq_id"][prompts]))
-        for seq, time_ns in zip(seqs.tolist(), done[rows].tolist(), strict=True):
-            out[seq] = max(out.get(seq, NOT_YET), time_ns)
-        return out
-
 
 def _by_step(steps: Ints) -> Ints:
     """The stable order of a portion's entries by step."""
     return np.argsort(steps.astype(np.uint16), kind="stable")
 
 
-def _last_of_row(rows: Ints) -> Bools:
+def last_of_row(rows: Ints) -> Bools:
     """True for the last entry of each run of equal rows."""
     last = np.ones(len(rows), dtype=bool)
     last[:-1] = rows[1:] != rows[:-1]

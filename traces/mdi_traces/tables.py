@@ -26,6 +26,7 @@ from mdi_traces.run import Run
 from mdi_traces.schema import ITEM_SCHEMA, STEP_SCHEMA, STEPS, Metadata
 from mdi_traces.spans import TokenSpans
 from mdi_traces.spread import RankSteps
+from mdi_traces.tokens import last_tokens, token_spans
 
 _MS = 1e6  # ns in a millisecond
 _NAN = float("nan")
@@ -73,7 +74,7 @@ def build_run(
 
     def spans() -> Iterator[TokenSpans]:
         for rank in ranks:
-            yield from rank.token_spans()
+            yield from token_spans(rank)
 
     return Run(steps, requests, metadata, items, spans=spans)
 
@@ -185,7 +186,7 @@ def _requests(
     is_open = ~complete & (lengths > 0)
     for rank in ranks if is_open.any() else ():
         seqs = [seq for seq, log in enumerate(rank.requests) if is_open[log.row]]
-        for seq, time_ns in rank.last_tokens(seqs).items():
+        for seq, time_ns in last_tokens(rank, seqs).items():
             last[rank.requests[seq].row] = time_ns
     t_submit = _submit_times(ranks, arrival, out["rank"])
     per_token = (last - first) / _MS / np.maximum(lengths - 1, 1)
