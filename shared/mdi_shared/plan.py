@@ -61,7 +61,7 @@ class Batch:
 
     @cached_property
     def seq_ids(self) -> tuple[int, ...]:
-        return tuple([member.seq_id for member in self.members])
+        return tuple([seq_id for _, _, seq_id, _ in self.members])
 
     @cached_property
     def slots(self) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class Batch:
     @cached_property
     def base_sum(self) -> int:
         """Sum of the members' lengths where the decode clock stood at 0."""
-        return -sum([member.neg_base for member in self.members])
+        return -sum([neg_base for neg_base, _, _, _ in self.members])
 
 
 NOBODY = Batch()
@@ -138,7 +138,7 @@ class StepPlan(NamedTuple):
     @property
     def ks(self) -> tuple[int, ...]:
         shift = self.shift
-        return tuple([shift - member.neg_base for member in self.batch.members])
+        return tuple([shift - neg_base for neg_base, _, _, _ in self.batch.members])
 
     @property
     def full_lens(self) -> tuple[int, ...]:

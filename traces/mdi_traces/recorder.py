@@ -19,6 +19,7 @@ from mdi_shared.vote import ALL, ANY, NONE
 
 VOTES = (NONE, ALL, ANY)
 NOT_YET = -1
+_KIND_CODES = {kind: code for code, kind in enumerate(STEP_KINDS)}
 
 
 class Launches(NamedTuple):
@@ -102,6 +103,7 @@ class RankRecorder:
         self.final_pool: tuple[int, int] | None = None
         self.entries = {name: array("q") for name in FIELDS}
         self.columns = {name: array("q") for name in (*LANDING_FIELDS, *MEETING_FIELDS)}
+        self._landing = [self.columns[name] for name in LANDING_FIELDS]
         self.measured = array("d")  # by `MEASURED_FIELDS`; empty in a simulated run
         self._num_decodes = 0
         self._stay_of: dict[int, int] = {}  # where the entry of a running sequence begins
@@ -125,7 +127,7 @@ class RankRecorder:
         """
         entries, row, size = self.entries, self.num_launched, len(plan.batch.members)
         entries["stretches"].extend((
-            row, STEP_KINDS.index(plan.kind), plan.step, plan.decode_step, plan.want, size,
+            row, _KIND_CODES[plan.kind], plan.step, plan.decode_step, plan.want, size,
             plan.rows_each, plan.num_batched_tokens, plan.is_partial, len(plan.finished),
             len(plan.ignored), len(plan.preempted), plan.target_ns, plan.shift, plan.free_blocks,
             plan.free_slots, *times, 0,
@@ -156,13 +158,13 @@ class RankRecorder:
 
     def landed(self, *times: Sequence[int]) -> None:
         """Note when the oldest steps in flight ran and were processed; see `LANDING_FIELDS`."""
-        for name, values in zip(LANDING_FIELDS, times, strict=True):
-            self.columns[name].extend(values)
+        for column, values in zip(self._landing, times, strict=True):
+            column.extend(values)
 
     def landed_one(self, *times: int) -> None:
         """Note it of the oldest step alone."""
-        for name, value in zip(LANDING_FIELDS, times, strict=True):
-            self.columns[name].append(value)
+        for column, value in zip(self._landing, times, strict=True):
+            column.append(value)
 
     def reported(
         self, report: Report, now_ns: int, due: Sequence[tuple[int, int]] = ()

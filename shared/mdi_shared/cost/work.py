@@ -10,7 +10,6 @@ Read next: `pairs.py` and `flops.py` (the formulas), `traffic.py` (bytes), `step
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -134,40 +133,34 @@ class DecodeWork:
     its cap. Members are only looked at when it is called.
     """
 
+    __slots__ = ("_batch", "_blocks", "_contexts", "_groups", "_odd", "_shift", "_sums",
+                 "num_seqs", "shape", "sum_k")  # fmt: skip
+
     def __init__(self, shape: ModelShape, batch: Batch, shift: int) -> None:
-        assert len(batch), "a decode step has at least one sequence"
+        assert batch.members, "a decode step has at least one sequence"
         self.shape = shape
         self._batch = batch
         self._shift = shift
-        self.num_seqs = len(batch)
+        self.num_seqs = len(batch.members)
         self.sum_k = batch.base_sum + shift * self.num_seqs  # of the first step
+        self._contexts: list[int] = []  # until they are looked at
 
-    @cached_property
-    def _contexts(self) -> list[int]:
-        shift = self._shift
-        contexts = [shift - member.neg_base for member in reversed(self._batch.members)]
+    def _look(self) -> None:
+        """Count what sums over sequences take from their contexts, once."""
+        shift, shape = self._shift, self.shape
+        contexts = [shift - member[0] for member in reversed(self._batch.members)]
         assert contexts[0] >= 1, f"context length {contexts[0]} holds no query row"
-        return contexts
-
-    @cached_property
-    def _sums(self) -> list[int]:
-        return [0, *accumulate(self._contexts)]
-
-    @cached_property
-    def _odd(self) -> int:
-        return sum([k & 1 for k in self._contexts])
-
-    @cached_property
-    def _groups(self) -> "_CappedGroups":
-        return _CappedGroups(self._contexts, 0, 2, self.shape.index_topk)
-
-    @cached_property
-    def _blocks(self) -> "_CappedGroups":
-        block = self.shape.candidate_block_size
-        return _CappedGroups(self._contexts, block - 1, block, self.shape.candidate_topk_blocks)
+        self._contexts = contexts
+        self._sums = [0, *accumulate(contexts)]
+        self._odd = sum([k & 1 for k in contexts])
+        self._groups = _CappedGroups(contexts, 0, 2, shape.index_topk)
+        block = shape.candidate_block_size
+        self._blocks = _CappedGroups(contexts, block - 1, block, shape.candidate_topk_blocks)
 
     def at(self, j: int) -> StepWork:
         """Return the work of the step `j` >= 0 steps from now."""
+        if not self._contexts:
+            self._look()
         c, shape, contexts, n = coefficients(self.shape), self.shape, self._contexts, self.num_seqs
         sum_k = self.sum_k + n * j
         odd = n - self._odd if j & 1 else self._odd
