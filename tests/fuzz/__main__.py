@@ -18,7 +18,7 @@ from tests.fuzz.suite import run
 
 # Suite -> seconds that one case may take.
 SUITES = {"schedules": 120.0, "readers": 20.0, "commands": 60.0, "checkpoints": 60.0,
-          "calls": 60.0, "groups": 240.0}  # fmt: skip
+          "calls": 60.0, "groups": 240.0, "policies": 120.0}  # fmt: skip
 
 
 def main():

@@ -5,20 +5,14 @@ own invariants are checked; each run must end with all requests answered once an
 within a bound on its steps, nobody may be preempted twice without a token in between, runs taken
 many steps at once make the plans of single steps, and a policy object with the engine's own rules
 makes the plans of none.
-
-    python -m tests.fuzz.policies 10000 [--seed 0] [--minutes 60] [--policy SPEC]
-
-A failing seed is printed with its policy and what it broke, and `python -m tests.fuzz.policies 1
---seed N` repeats it. The command ends with 1 when there was one.
 """
 
-import argparse
 import random
-import sys
-import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 from typing import Any
 
 from mdi_shared.config import SchedulerConfig
@@ -89,15 +83,18 @@ def most_steps(workload: Workload, num_preempted: int) -> int:
     return arrivals + work * between + 3 * between
 
 
-def run(seed: int, counts: Counter[str], spec: str | None = None) -> None:
+def run(seed: int, counts: Counter[str]) -> None:
     """Play one schedule; raise `AssertionError` for what must not be, and count what was."""
-    workload, drawn, repeat = schedule(seed)
-    spec = drawn if spec is None else spec
-    ranks = check(workload, spec)
-    counts["schedules"] += 1
+    workload, spec, repeat = schedule(seed)
+    try:
+        ranks = check(workload, spec)
+    except Exception as error:
+        error.add_note(f"under {spec}")
+        raise
     counts["preemptions"] += sum(rank.scheduler.num_preempted for rank in ranks)
     counts["turns"] += sum(len(rank.turns) for rank in ranks)
-    counts[f"under {spec.partition(':')[0].partition('+')[0]}"] += 1
+    counts["schedules with axes combined"] += "=" in spec.partition(":")[0]
+    counts["schedules of groups"] += len(ranks) > 1
     if repeat > 1:
         again, _ = play(workload, 10**6, scheduling=spec, repeat=repeat)
         assert singles(again[0]) == singles(ranks[0]), f"{repeat} steps at once made other plans"
@@ -164,31 +161,6 @@ def singles(rank: ScriptedRank) -> list[tuple[Any, ...]]:
     return rows
 
 
-def main() -> int:
-    """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("count", type=int, help="how many schedules")
-    parser.add_argument("--seed", type=int, default=0, help="the first one's")
-    parser.add_argument("--minutes", type=float, default=60.0, help="stop after so long")
-    parser.add_argument("--policy", help="this one for all, instead of random ones")
-    options = parser.parse_args()
-    counts: Counter[str] = Counter()
-    failed, start = 0, time.monotonic()
-    for seed in range(options.seed, options.seed + options.count):
-        if time.monotonic() - start > 60 * options.minutes:
-            print(f"stopped before seed {seed}, after {options.minutes:g} minutes")
-            break
-        try:
-            run(seed, counts, options.policy)
-        except Exception as error:  # noqa: BLE001 - whatever it is, its seed is wanted
-            failed += 1
-            spec = options.policy or schedule(seed)[1]
-            print(f"seed {seed} under {spec}: {type(error).__name__}: {error}")
-    for name, count in sorted(counts.items()):
-        print(f"{name}: {count:,}")
-    print(f"failed: {failed}")
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def policies(folder: Path) -> Callable[[int, Counter[str]], None]:
+    """Return the suite."""
+    return run

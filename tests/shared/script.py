@@ -160,7 +160,9 @@ class ScriptedRank:
         for shift in range(taken):
             self.flights.append((effect.plan, shift))
         while taken > 1 and len(self.flights) > 1 + self.scheduler.config.enable_zos:
-            self.flights.popleft()
+            self.flights.popleft()  # processed with the next one, whose tokens depend on it
+            for seq_id in effect.plan.seq_ids:
+                self.output_len[self.names[seq_id]] += 1
         self.turns.append(Turn(effect.plan, self.names, taken=taken))
         return taken
 
@@ -199,9 +201,6 @@ class ScriptedRank:
             for seq_id, tokens in columns:
                 name = self.names[seq_id]
                 self.output_len[name] = self.output_len.get(name, 0) + len(tokens)
-        if report.advance is not None:
-            for seq_id in self.turns[-1].plan.seq_ids:
-                self.output_len[self.names[seq_id]] += report.advance.processed
         for ending in endings([report]):
             assert ending.output_len == self.output_len.get(self.names[ending.seq_id], 0)
 
