@@ -12,7 +12,7 @@ from mdi_exec.ranks.collectives import Collectives
 from mdi_exec.ranks.meeting import RankAddress
 from mdi_exec.ranks.parallel import RankGroup
 
-LONGEST_S = 60  # a rank that waits longer for the others hangs
+LONGEST_S = 120  # a rank that waits longer for the others hangs
 
 
 class Place:

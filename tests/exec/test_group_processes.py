@@ -16,7 +16,6 @@ import pytest
 
 pytest.importorskip("torch", reason="running models needs the exec extra")
 
-import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from mdi_exec.engine.llm import LLM
@@ -28,16 +27,10 @@ from mdi_shared.errors import ConfigError, MiniDeepInferError
 from minideepinfer.commands import last_words
 from tests.exec.engines import CHECKPOINT, SMALL
 
-OPTIONS = {**SMALL, "prefill_attempt_interval": 2, "prefill_any_attempt_interval": 3}
 PROMPTS = [[3 + i] * length for i, length in enumerate((30, 5, 9))]
 MODULE = ["-m", "minideepinfer", "generate", str(CHECKPOINT), "--max-tokens", "3", "--json",
           "--ignore-eos", *[f"--ids={','.join(map(str, ids))}" for ids in PROMPTS],
-          *[f"--set={name}={value}" for name, value in OPTIONS.items()]]  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
+          *[f"--set={name}={value}" for name, value in SMALL.items()]]  # fmt: skip
 
 
 def free_port():
@@ -70,7 +63,7 @@ def ends_of(processes, prefix="error: "):
     """Return (exit code, standard output, standard error's lines with a prefix) of each."""
     ends = []
     for process in processes:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
         errors = [line for line in err.splitlines() if line.startswith(prefix)]
         assert "Traceback" not in err
         ends.append((process.returncode, out, errors))
@@ -81,10 +74,10 @@ def test_workers_and_launched_ranks_give_the_tokens_of_one_process():
     launched = start_ranks(free_port(), [], [])
     params = [SamplingParams(max_tokens=3, ignore_eos=True, seq_seed=i) for i in range(3)]
     said = []
-    with LLM(CHECKPOINT, **OPTIONS, on_estimate=said.append) as llm:
+    with LLM(CHECKPOINT, **SMALL, on_estimate=said.append) as llm:
         assert not said, "one process on a CPU says nothing"
         alone = [output.token_ids for output in llm.generate(PROMPTS, params)]
-    with LLM(CHECKPOINT, **OPTIONS, data_parallel_size=2, on_estimate=said.append) as llm:
+    with LLM(CHECKPOINT, **SMALL, data_parallel_size=2, on_estimate=said.append) as llm:
         outputs = llm.generate(PROMPTS, params)
         assert [output.token_ids for output in outputs] == alone
         streamed = {o.req_id: o.token_ids for o in llm.stream(PROMPTS, params)}
@@ -113,7 +106,7 @@ def check_stop_and_close(llm, output):
 
 
 def test_a_killed_worker_ends_the_others_with_an_error(tmp_path):
-    llm = LLM(CHECKPOINT, **OPTIONS, data_parallel_size=2, record=str(tmp_path / "run"))
+    llm = LLM(CHECKPOINT, **SMALL, data_parallel_size=2, record=str(tmp_path / "run"))
     params = SamplingParams(max_tokens=500, ignore_eos=True)
     try:
         stream = llm.stream([[5, 6], [7, 8]], params)
@@ -124,7 +117,7 @@ def test_a_killed_worker_ends_the_others_with_an_error(tmp_path):
         os.kill(workers[1], signal.SIGKILL)
         with pytest.raises(GroupError, match="rank 1 was killed by SIGKILL"):
             list(stream)
-        assert time.monotonic() - start < 30
+        assert time.monotonic() - start < 120, "the group's own limit is 600 s"
         assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
     finally:
         llm.close()
@@ -133,7 +126,7 @@ def test_a_killed_worker_ends_the_others_with_an_error(tmp_path):
 
 def test_a_stopped_worker_ends_the_group_within_its_timeout():
     """It hangs and does not die: nobody's connection closes."""
-    llm = LLM(CHECKPOINT, **OPTIONS, data_parallel_size=2, group_timeout_s=8.0)
+    llm = LLM(CHECKPOINT, **SMALL, data_parallel_size=2, group_timeout_s=8.0)
     params = SamplingParams(max_tokens=500, ignore_eos=True)
     try:
         stream = llm.stream([[5, 6], [7, 8]], params)
@@ -145,7 +138,7 @@ def test_a_stopped_worker_ends_the_group_within_its_timeout():
         last = []
         with pytest.raises(GroupError, match="rank 1 was not heard of for 8 s"):
             last.extend(stream)
-        assert time.monotonic() - start < 60
+        assert time.monotonic() - start < 120
         reasons = [output.finish_reason for output in last if output.finished]
         assert reasons == ["error"] * 2
         assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
@@ -207,7 +200,7 @@ def test_a_port_in_use_is_one_line_on_every_rank():
         port = taken.getsockname()[1]
         leader, other = (RankAddress(r, 2, "127.0.0.1", port, leads=r == 0) for r in (0, 1))
         with pytest.raises(ConfigError, match=f"group_port = {port}: cannot be had"):
-            LLM(CHECKPOINT, **OPTIONS, data_parallel_size=2, group_port=port)
+            LLM(CHECKPOINT, **SMALL, data_parallel_size=2, group_port=port)
         with pytest.raises(ConfigError, match=f"group_port = {port}: cannot be had"):
             join_group(leader)
         with pytest.raises(
@@ -284,4 +277,4 @@ def test_under_torchrun_one_rank_tells_an_error_and_the_others_leave(monkeypatch
 
 def test_an_error_while_a_worker_loads_is_the_callers():
     with pytest.raises(ConfigError, match="max_model_len"):
-        LLM(CHECKPOINT, **{**OPTIONS, "max_model_len": 1 << 20}, data_parallel_size=2)
+        LLM(CHECKPOINT, **{**SMALL, "max_model_len": 1 << 20}, data_parallel_size=2)

@@ -99,7 +99,7 @@ def generate() -> list[Visited]:
     from minideepinfer import LLM, SamplingParams
 
     with LLM(ROOT / "tests/golden/tiny", max_model_len=512, kv_cache_memory_gb=0.1) as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=4)
+        params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
         return visited(lambda: llm.generate([[100, 200, 300]], params))
 
 
