@@ -92,7 +92,7 @@ def _arguments(params, rng):
 
 
 def _kept_small(arguments):
-    """Cut what would take minutes: prompts of a preset's lengths on the real model, and searches."""
+    """Cut what would take minutes: long prompts on the real model, and searches."""
     cuts = {"tune": {"--trials": "2", "--jobs": "1"},
             "record": {"--max-prompt": "40", "--max-output": "2", "--rate": "1000"},
             "replay": {"--max-prompt": "40", "--max-output": "2", "--rate": "1000", "--limit": "2"},
