@@ -137,7 +137,7 @@ def test_a_name_that_is_no_text(llm, name):
         ((torch.tensor([5]), SHORT), "prompt_token_ids = tensor([5]): must be a list"),
         (([5], {"n": 1}), "sampling_params = {'n': 1}: must be a SamplingParams"),
         (([5], SamplingParams(n=2)), "n = 2: must be 1 for a request"),
-        (([5], SHORT, None, {"arrival_ns": 1.5}), "arrival_ns = 1.5: must be an integer"),
+        (([5], SHORT, None, {"arrival_ns": 1.5}), "arrival_ns = 1.5: must be an int"),
     ],
     ids=lambda value: "",
 )

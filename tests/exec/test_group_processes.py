@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,9 @@ from mdi_exec.engine.llm import LLM
 from mdi_exec.engine.rank_worker import _Outbox
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.errors import GroupError
-from mdi_exec.ranks.parallel import LOOPBACK, RankAddress, join_group, lead_store
-from mdi_shared.errors import ConfigError
+from mdi_exec.ranks.meeting import LOOPBACK, RankAddress, join_group, lead_store
+from mdi_shared.errors import ConfigError, MiniDeepInferError
+from minideepinfer.commands import last_words
 from tests.exec.engines import CHECKPOINT, SMALL
 
 PROMPTS = [[3 + i] * length for i, length in enumerate((30, 5, 9))]
@@ -169,7 +171,9 @@ def test_ranks_with_another_token_do_not_meet():
     PrefixStore("minideepinfer-0-secret", store).set("rank0", "here")
     with pytest.raises(ConfigError) as error:
         join_group(address, start_s=1.0)
-    assert str(error.value) == "WORLD_SIZE = 2: not all ranks have come within 1 s: missing 0"
+    assert str(error.value) == (
+        "WORLD_SIZE = 2: rank 0 has not come within 1 s (group_start_timeout_s)"
+    )
 
 
 def test_ranks_of_several_machines_need_a_token(monkeypatch):
@@ -182,12 +186,11 @@ def test_ranks_of_several_machines_need_a_token(monkeypatch):
     assert not RankAddress.from_environment().is_local
 
 
-def test_launched_ranks_that_disagree_both_say_so():
+def test_one_of_the_launched_ranks_that_disagree_says_so():
     ends = ends_of(start_ranks(free_port(), [], ["--set=lookahead=1"]))
-    for code, _, errors in ends:
-        assert code == 2
-        assert len(errors) == 1
-        assert "lookahead = 0: ranks must agree, but rank 1 has 1" in errors[0]
+    assert [code for code, _, _ in ends] == [2, 2]
+    (error,) = [error for _, _, errors in ends for error in errors]
+    assert "lookahead = 0: ranks must agree, but rank 1 has 1" in error
 
 
 def test_a_port_in_use_is_one_line_on_every_rank():
@@ -201,7 +204,7 @@ def test_a_port_in_use_is_one_line_on_every_rank():
         with pytest.raises(ConfigError, match=f"group_port = {port}: cannot be had"):
             join_group(leader)
         with pytest.raises(
-            ConfigError, match=f"rank 1 has not met a group at .* = 127.0.0.1:{port} "
+            ConfigError, match=rf"rank 0, .* looked for it .* = 127.0.0.1:{port} \(who listens"
         ):
             join_group(other, start_s=1.0)
 
@@ -211,9 +214,65 @@ def test_a_lone_rank_says_that_nobody_is_there():
     with pytest.raises(ConfigError) as error:
         join_group(address, start_s=0.3)
     assert str(error.value) == (
-        f"WORLD_SIZE = 2: rank 1 has not met anybody at MASTER_ADDR:MASTER_PORT = 127.0.0.1:"
-        f"{address.port} within 0.3 s (Connection refused); were all ranks started?"
+        "WORLD_SIZE = 2: rank 0, where all ranks meet, has not come within 0.3 s "
+        "(group_start_timeout_s): rank 1 looked for it at MASTER_ADDR:MASTER_PORT = 127.0.0.1:"
+        f"{address.port} (Connection refused)"
     )
+
+
+def joined(*addresses):
+    """Let ranks join, each on a thread; return what each is refused with."""
+
+    def join(address):
+        try:
+            join_group(address, start_s=1.0)
+        except MiniDeepInferError as error:
+            return error
+
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(join, addresses))
+
+
+def test_one_rank_says_which_others_are_missing():
+    store = lead_store(LOOPBACK, 0)
+    errors = joined(*(RankAddress(rank, 4, LOOPBACK, store.port) for rank in (0, 2)))
+    own, quoted = sorted(errors, key=lambda error: isinstance(error, GroupError))
+    said = "WORLD_SIZE = 4: ranks 1, 3 have not come within 1 s (group_start_timeout_s)"
+    assert str(own) == said
+    assert quoted.is_quoted
+    assert quoted.reason.endswith(said)
+
+
+def test_ranks_for_groups_of_other_sizes_do_not_meet():
+    store = lead_store(LOOPBACK, 0)
+    PrefixStore("minideepinfer-0-", store).set("rank1", "3 somebody")
+    (error,) = joined(RankAddress(0, 2, LOOPBACK, store.port))
+    assert str(error) == "WORLD_SIZE = 2: ranks must agree, but rank 1 has 3 where rank 0 has this"
+
+
+def test_a_rank_is_there_once():
+    store = lead_store(LOOPBACK, 0)
+    PrefixStore("minideepinfer-0-", store).set("rank1", "2 somebody")
+    (error,) = joined(RankAddress(1, 2, LOOPBACK, store.port))
+    assert str(error) == "RANK = 1: another process of this group has it, too"
+
+
+def test_under_torchrun_one_rank_tells_an_error_and_the_others_leave(monkeypatch, capsys):
+    """torchrun's store is ours here; what the ranks do is done by one process after the other."""
+    store = lead_store(LOOPBACK, 0)
+    for name, value in (("WORLD_SIZE", "2"), ("MASTER_PORT", str(store.port)),
+                        ("TORCHELASTIC_USE_AGENT_STORE", "True")):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    left = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.setattr(last_words, "_LEAVE_S", 0.01)
+    own, quoted = ConfigError("a", 1, "b"), GroupError("d", True)
+    for rank, line, error in (("0", "error: a", own), ("1", "error: a", own),
+                              ("1", "error: b", own), ("1", "error: c", quoted)):  # fmt: skip
+        monkeypatch.setenv("RANK", rank)
+        last_words.tell_once(line, error)
+    assert capsys.readouterr().err == "error: a\nerror: b\n"
+    assert left == [0, 0]
 
 
 def test_an_error_while_a_worker_loads_is_the_callers():

@@ -105,12 +105,11 @@ def generate() -> list[Visited]:
 
 def simulate() -> list[Visited]:
     """One request, from `mdi simulate` until its tables stand."""
-    from minideepinfer.cli import main
+    from minideepinfer.cli import run_and_flush
 
     def run() -> None:
-        with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()), \
-                contextlib.redirect_stderr(io.StringIO()):  # fmt: skip
-            main()
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            run_and_flush()
 
     argv, sys.argv = sys.argv, ["mdi", "simulate", "--workload", "azure-conv", "-n", "1"]
     try:
