@@ -13,6 +13,9 @@ from torch import Tensor
 from mdi_exec.ops.backend import select
 from mdi_exec.ops.row_pool import RowPool
 
+# A dot product may be off by so much of both vectors' lengths: FP8 tensor cores keep 13 bits below
+# the leading one of a sum, for each of four steps of 32 inputs.
+DOT_ERROR = 2.0**-12
 # Scores kept in float32 inside select a few other entries than rounded ones do.
 TOPK_MIN_OVERLAP = 0.97
 TOPK_MEAN_OVERLAP = 0.998

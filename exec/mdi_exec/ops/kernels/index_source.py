@@ -1,57 +1,269 @@
-"""CUDA source that loads packed FP4 index keys and decodes them into tensor-core operands.
+"""CUDA source of index scores on FP8 tensor cores, sm_90a: keys decoded straight into operands.
 
-A thread owns a quarter of a key's codes for two of its warp's rows. Codes are paired four apart (i,
-i + 4 of every eight), so the operand's column order is a permutation of the key's;
-`index_scores.py` stores the queries in the same order, which leaves every dot product as it was.
+E2M1 times any of 15 powers of two in a row is an E4M3 number. So a vector's four scales become one,
+that of its largest group, and the codes of other groups take up the difference: exactly, unless a
+group lies more than 14 octaves below, which then counts as zero. That is less than 2^-14 of the
+vector's largest value. Products are exact in the tensor core, whose accumulator keeps 13 bits below
+the leading one; it starts anew with every key, after 128 inputs.
+
+Keys are the 64 rows of a product, its left operand, and come from memory through registers. Lane c
+of four owns a quarter of two neighbouring keys, so eight keys are 512 bytes in one piece. Word j of
+every quarter, 32 codes, is step j of the product; queries are stored in the same order of columns.
+Read next: `index_scores.py`.
 """
 
 INDEX_SOURCE = r"""
+#include <tl_templates/cuda/instruction/wgmma.h>
+#include <tl_templates/cuda/intrin.h>
 #include <cuda_bf16.h>
+#include <cuda_fp8.h>
 
 namespace mdi {
 
-__device__ __forceinline__ unsigned scaled(unsigned pair, unsigned factor) {
-  const unsigned lift = 253u * 0x00800080u;  // 2^126: how far too small the placed bits are
-  __nv_bfloat162 out = __hmul2(__hmul2(*reinterpret_cast<const __nv_bfloat162*>(&pair),
-                                       *reinterpret_cast<const __nv_bfloat162*>(&lift)),
-                               *reinterpret_cast<const __nv_bfloat162*>(&factor));
-  return *reinterpret_cast<unsigned*>(&out);
-}
+constexpr int kTop = 15;                     // a vector's largest scale; 1 is 2^-14 of it, 0 is zero
+constexpr float kSmall = 1.0f / (1 << 25);   // makes every dot product less than 1
+constexpr float kLarge = 1 << (25 - 6);      // undoes it; a key's largest codes are 2^6 too large
 
-// Codes and scale of this thread's quarter of a key: kWidth / 32 words, then the scale.
-template <int kWidth>
-__device__ __forceinline__ void load_quarter(const unsigned char* codes,
-                                             const unsigned char* scales, int quarter, int* raw) {
-  constexpr int kWords = kWidth / 32;
-  const unsigned* from = reinterpret_cast<const unsigned*>(codes) + quarter * kWords;
-  if constexpr (kWords == 4) {
-    *reinterpret_cast<uint4*>(raw) = __ldg(reinterpret_cast<const uint4*>(from));
-  } else {
+// The eight magnitudes at every scale: two words of four E4M3 codes each.
+__device__ __forceinline__ void make_table(uint2* table) {
+  if (threadIdx.x <= kTop) {
+    unsigned words[2] = {0, 0};
+    const float scale = threadIdx.x ? __uint_as_float((127 - kTop + 6 + threadIdx.x) << 23) : 0;
     #pragma unroll
-    for (int i = 0; i < kWords; ++i) raw[i] = __ldg(from + i);
+    for (int code = 0; code < 8; ++code) {
+      const float value = code < 2 ? code * 0.5f : (1 + code % 2 * 0.5f) * (1 << (code / 2 - 1));
+      words[code / 4] |= unsigned(__nv_cvt_float_to_fp8(value * scale, __NV_SATFINITE, __NV_E4M3))
+                         << code % 4 * 8;
+    }
+    table[threadIdx.x] = make_uint2(words[0], words[1]);
   }
-  raw[kWords] = scales[quarter * kWords / 4];
 }
 
-// Two rows' quarters (`raw` as loaded above, one after the other) into the thread's operand.
-template <int kWidth>
-__device__ __forceinline__ void decode_quarters(const int* raw, void* operand) {
-  constexpr int kWords = kWidth / 32;
-  unsigned* out = reinterpret_cast<unsigned*>(operand);
-  #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int* mine = raw + half * (kWords + 1);
-    const unsigned factor = static_cast<unsigned>(mine[kWords]) * 0x00800080u;
+// Look four codes without signs up. `__byte_perm` would mask them once more.
+__device__ __forceinline__ unsigned look_up(uint2 table, unsigned codes) {
+  unsigned found;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(found) : "r"(table.x), "r"(table.y), "r"(codes));
+  return found;
+}
+
+__device__ __forceinline__ float pair_sum(float keep, float send, int lane) {
+  return keep + __shfl_xor_sync(~0u, send, lane);
+}
+
+template <int kHeads, int kWidth, int kQueries>
+struct Queries {
+  static constexpr int kWords = kWidth / 32, kVectors = kQueries * kHeads;
+
+  // Fold one query's head, a quarter of it in each of four lanes, into a line of 128 bytes.
+  static __device__ __forceinline__ float fold(const __nv_bfloat16* vector, unsigned char* lines,
+                                               int line) {
+    const int quarter = threadIdx.x & 3;
+    float values[kWidth / 4], largest = 0;
     #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      const unsigned low = mine[i], high = low >> 8;
-      const unsigned pair[4] = {((low & 0x000F000Fu) * 0x1040u) & 0x81C081C0u,
-                                ((low & 0x00F000F0u) * 0x0104u) & 0x81C081C0u,
-                                ((high & 0x000F000Fu) * 0x1040u) & 0x81C081C0u,
-                                ((high & 0x00F000F0u) * 0x0104u) & 0x81C081C0u};
+      const uint4 eight = __ldg(reinterpret_cast<const uint4*>(vector) + quarter * kWords + i);
+      const unsigned pairs[4] = {eight.x, eight.y, eight.z, eight.w};
       #pragma unroll
-      for (int j = 0; j < 4; ++j) out[(4 * i + j) * 2 + half] = scaled(pair[j], factor);
+      for (int j = 0; j < 4; ++j) {
+        values[8 * i + 2 * j] = __uint_as_float(pairs[j] << 16);
+        values[8 * i + 2 * j + 1] = __uint_as_float(pairs[j] & 0xFFFF0000u);
+      }
     }
+    #pragma unroll
+    for (int i = 0; i < kWidth / 4; ++i) largest = fmaxf(largest, fabsf(values[i]));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+    // The largest value becomes 256 or 384.
+    const int exponent = max(int(__float_as_uint(largest) >> 23), 9);
+    const float inverse = __uint_as_float((262 - exponent) << 23);
+    #pragma unroll
+    for (int i = 0; i < 2 * kWords; ++i) {
+      unsigned codes = 0;
+      #pragma unroll
+      for (int j = 0; j < 4; j += 2) {
+        const float2 pair = make_float2(values[4 * i + j] * inverse, values[4 * i + j + 1] * inverse);
+        codes |= unsigned(__nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3)) << 8 * j;
+      }
+      *reinterpret_cast<unsigned*>(lines + line * 128 + ((i ^ line % 8) * 16) + quarter * 4) = codes;
+    }
+    return __uint_as_float((exponent - 8) << 23);
+  }
+
+  // Fold a tile's queries, and their scales into the head weights, ordered by the lanes' columns.
+  static __device__ __forceinline__ void load(const __nv_bfloat16* q, const __nv_bfloat16* by_head,
+                                              int count, unsigned char* lines, float* weights) {
+    for (int line = threadIdx.x / 4; line < kVectors; line += blockDim.x / 4) {
+      const int query = min(line / kHeads, count - 1), head = line % kHeads;
+      const int vector = query * kHeads + head;
+      const float scale = fold(q + vector * kWidth, lines, line);
+      if (threadIdx.x % 4 == 0) {
+        const int place = head % 8 / 2 * (kHeads / 4) + head / 8 * 2 + head % 2;
+        weights[line / kHeads * kHeads + place] = __bfloat162float(by_head[vector]) * scale * kLarge;
+      }
+    }
+  }
+};
+
+// Where keys stand: entry e of a sequence is row table[e / kPerBlock] * kPerBlock + e % kPerBlock.
+// With kListed, columns are entries of `listed` blocks of so many.
+template <int kWidth, int kPerBlock, int kListed>
+struct Keys {
+  static constexpr int kWords = kWidth / 32;
+  const unsigned char *codes, *scales;  // this lane's quarter of row 0
+  const int *table, *listed;
+  unsigned last;  // column
+
+  unsigned id, entry, block;    // looked up one and two steps ahead, so that nothing waits
+  unsigned words[2][kWords];    // of two neighbouring keys
+  int by[2];
+
+  __device__ __forceinline__ unsigned inside(unsigned column) const { return min(column, last); }
+  __device__ __forceinline__ void find_listed(unsigned column) {
+    if constexpr (kListed > 0) id = __ldg(listed + inside(column) / kListed);
+  }
+  __device__ __forceinline__ void find_block(unsigned column) {
+    entry = inside(column);
+    if constexpr (kListed > 0) entry = id * kListed + entry % kListed;
+    block = __ldg(table + entry / kPerBlock);
+  }
+  __device__ __forceinline__ void load() {
+    const size_t row = block * kPerBlock + entry % kPerBlock;
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const unsigned char* from = codes + row * (kWidth / 2) + half * (kWidth / 2);
+      if constexpr (kWords == 4) {
+        *reinterpret_cast<uint4*>(words[half]) = __ldg(reinterpret_cast<const uint4*>(from));
+      } else {
+        #pragma unroll
+        for (int i = 0; i < kWords; ++i)
+          words[half][i] = __ldg(reinterpret_cast<const unsigned*>(from) + i);
+      }
+      by[half] = __ldg(scales + row * kWords + half * kWords);
+    }
+  }
+
+  // The two keys as an operand, and their scales.
+  __device__ __forceinline__ void decode(const uint2* magnitudes, unsigned (&a)[kWords][4],
+                                         float (&scale)[2]) const {
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int top = max(by[half], __shfl_xor_sync(~0u, by[half], 2));
+      top = max(top, __shfl_xor_sync(~0u, top, 1));
+      scale[half] = __int_as_float(top << 23);
+      const uint2 table = magnitudes[max(by[half] - top + kTop, 0)];
+      #pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        const unsigned word = words[half][i], which = word & 0x77777777u, odd = word << 4;
+        a[i][half] = look_up(table, which) |
+                     (__byte_perm(odd, word, 0x5140) & 0x80808080u);
+        a[i][2 + half] = look_up(table, which >> 16) |
+                         (__byte_perm(odd, word, 0x7362) & 0x80808080u);
+      }
+    }
+  }
+};
+
+// Scores of a thread's two keys: over heads, of products `dots`, in ascending order within a lane.
+template <int kHeads, int kQueries>
+__device__ __forceinline__ void sum_heads(const float* dots, const float* weights,
+                                          float (&sums)[kQueries][2]) {
+  #pragma unroll
+  for (int query = 0; query < kQueries; ++query) {
+    float by[kHeads / 4];
+    const float* from = weights + query * kHeads + threadIdx.x % 4 * (kHeads / 4);
+    #pragma unroll
+    for (int i = 0; i < kHeads / 4; i += 4)
+      *reinterpret_cast<float4*>(by + i) = *reinterpret_cast<const float4*>(from + i);
+    sums[query][0] = sums[query][1] = 0;
+    #pragma unroll
+    for (int i = 0; i < kHeads / 4; ++i) {
+      #pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // A saturating product is a ReLU: no dot product reaches 1.
+        const float dot = dots[(query * (kHeads / 8) + i / 2) * 4 + half * 2 + i % 2];
+        sums[query][half] = fmaf(__saturatef(dot * kSmall), by[i], sums[query][half]);
+      }
+    }
+  }
+}
+
+// Add up four lanes' sums; each of them then has a query's (of one query, all have it).
+template <int kQueries>
+__device__ __forceinline__ void sum_lanes(float (&sums)[kQueries][2], float (&total)[2]) {
+  const bool is_upper = threadIdx.x & 2, is_odd = threadIdx.x & 1;
+  #pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if constexpr (kQueries == 1) {
+      total[half] = pair_sum(sums[0][half], sums[0][half], 2);
+      total[half] = pair_sum(total[half], total[half], 1);
+    } else {
+      float own[2];
+      #pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float low = sums[i][half], high = sums[i + 2][half];
+        own[i] = pair_sum(is_upper ? high : low, is_upper ? low : high, 2);
+      }
+      total[half] = pair_sum(is_odd ? own[1] : own[0], is_odd ? own[0] : own[1], 1);
+    }
+  }
+}
+
+// Score a tile: `count` queries that share keys, against every `splits`-th step from `split` on.
+template <int kHeads, int kWidth, int kQueries, int kPerBlock, int kListed, int kWarpgroups>
+__device__ __forceinline__ void score_tile(const void* q, const void* by_head, const void* codes,
+                                           const void* scales, const void* table,
+                                           const void* listed, void* scores, int pitch, int count,
+                                           int limit, int split, int splits, void* lines,
+                                           float* weights, void* magnitudes) {
+  constexpr int kColumns = kQueries * kHeads, kWords = kWidth / 32, kStep = 64 * kWarpgroups;
+  static_assert(kQueries == 1 || kQueries == 4, "sum_lanes knows these");
+  uint2* const magnitude_table = static_cast<uint2*>(magnitudes);
+  make_table(magnitude_table);
+  Queries<kHeads, kWidth, kQueries>::load(
+      static_cast<const __nv_bfloat16*>(q), static_cast<const __nv_bfloat16*>(by_head), count,
+      static_cast<unsigned char*>(lines), weights);
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the tensor core reads these
+  __syncthreads();
+  tl::GmmaDescriptor descriptor;
+  tl::initialize_wgmma_descriptor<1, 1, 64>(descriptor, static_cast<unsigned char*>(lines));
+  const int stride = kStep * splits, query = kQueries == 1 ? 0 : threadIdx.x % 4;
+  int column = split * kStep + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 * 2;
+  const bool writes = query < count && (kQueries > 1 || threadIdx.x % 4 == 0);
+  __nv_bfloat16* const to = static_cast<__nv_bfloat16*>(scores) + long(query) * pitch;
+  const int quarter = threadIdx.x % 4;
+  Keys<kWidth, kPerBlock, kListed> keys{
+      static_cast<const unsigned char*>(codes) + quarter * (kWidth / 8),
+      static_cast<const unsigned char*>(scales) + quarter * kWords / 4, static_cast<const int*>(table), static_cast<const int*>(listed), (max(limit, 1) - 1u) & ~1u};
+  keys.find_listed(column);
+  keys.find_block(column);
+  keys.load();
+  keys.find_listed(column + stride);
+  keys.find_block(column + stride);
+  keys.find_listed(column + 2 * stride);
+  #pragma unroll 1
+  for (int base = split * kStep; base < limit; base += stride, column += stride) {
+    float dots[kColumns / 2], scale[2], sums[kQueries][2], total[2];
+    unsigned a[kWords][4];
+    keys.decode(magnitude_table, a, scale);
+    tl::warpgroup_fence_operand(reinterpret_cast<uint32_t*>(&a[0][0]), 4 * kWords);
+    tl::warpgroup_fence_operand(dots, kColumns / 2);
+    tl::warpgroup_arrive();
+    #pragma unroll
+    for (int step = 0; step < kWords; ++step)
+      tl::wgmma_rs<tl::DataType::kFloat8_e4m3, tl::DataType::kFloat8_e4m3, tl::DataType::kFloat32,
+                   64, kColumns, 32, false, false, 1, 1>(
+          a[step], uint64_t(descriptor) + step * 2, reinterpret_cast<uint32_t*>(dots), step > 0);
+    tl::warpgroup_commit_batch();
+    keys.load();
+    keys.find_block(column + 2 * stride);
+    keys.find_listed(column + 3 * stride);
+    tl::warpgroup_wait<0>();
+    tl::warpgroup_fence_operand(dots, kColumns / 2);
+    sum_heads<kHeads, kQueries>(dots, weights, sums);
+    sum_lanes(sums, total);
+    if (writes && column < limit)
+      *reinterpret_cast<__nv_bfloat162*>(to + column) =
+          __floats2bfloat162_rn(total[0] * scale[0], total[1] * scale[1]);
   }
 }
 
