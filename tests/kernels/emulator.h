@@ -10,6 +10,7 @@
 #include <ucontext.h>
 #include <vector_functions.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -176,6 +177,12 @@ inline int __reduce_add_sync(uint, int value) {
   int sum = 0;
   for (int lane = 0; lane < 32; ++lane) sum += emulation::taken<int>(turn, lane);
   return sum;
+}
+
+inline int __reduce_max_sync(uint, int value) {
+  const int turn = emulation::offer(value);
+  for (int lane = 0; lane < 32; ++lane) value = std::max(value, emulation::taken<int>(turn, lane));
+  return value;
 }
 
 inline int __popc(uint x) { return __builtin_popcount(x); }

@@ -104,6 +104,13 @@ struct Queries {
   }
 };
 
+// Keys as the left operand of a product, and their scales.
+template <int kWords>
+struct Operand {
+  unsigned a[kWords][4];
+  float scale[2];
+};
+
 // Where keys stand: entry e of a sequence is row table[e / kPerBlock] * kPerBlock + e % kPerBlock.
 // With kListed, columns are entries of `listed` blocks of so many.
 template <int kWidth, int kPerBlock, int kListed>
@@ -143,21 +150,20 @@ struct Keys {
   }
 
   // The two keys as an operand, and their scales.
-  __device__ __forceinline__ void decode(const uint2* magnitudes, unsigned (&a)[kWords][4],
-                                         float (&scale)[2]) const {
+  __device__ __forceinline__ void decode(const uint2* magnitudes, Operand<kWords>& to) const {
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int top = max(by[half], __shfl_xor_sync(~0u, by[half], 2));
       top = max(top, __shfl_xor_sync(~0u, top, 1));
-      scale[half] = __int_as_float(top << 23);
+      to.scale[half] = __int_as_float(top << 23);
       const uint2 table = magnitudes[max(by[half] - top + kTop, 0)];
       #pragma unroll
       for (int i = 0; i < kWords; ++i) {
         const unsigned word = words[half][i], which = word & 0x77777777u, odd = word << 4;
-        a[i][half] = look_up(table, which) |
-                     (__byte_perm(odd, word, 0x5140) & 0x80808080u);
-        a[i][2 + half] = look_up(table, which >> 16) |
-                         (__byte_perm(odd, word, 0x7362) & 0x80808080u);
+        to.a[i][half] = look_up(table, which) |
+                        (__byte_perm(odd, word, 0x5140) & 0x80808080u);
+        to.a[i][2 + half] = look_up(table, which >> 16) |
+                            (__byte_perm(odd, word, 0x7362) & 0x80808080u);
       }
     }
   }
@@ -166,7 +172,7 @@ struct Keys {
 // Scores of a thread's two keys: over heads, of products `dots`, in ascending order within a lane.
 template <int kHeads, int kQueries>
 __device__ __forceinline__ void sum_heads(const float* dots, const float* weights,
-                                          float (&sums)[kQueries][2]) {
+                                          float (*sums)[2]) {
   #pragma unroll
   for (int query = 0; query < kQueries; ++query) {
     float by[kHeads / 4];
@@ -189,7 +195,7 @@ __device__ __forceinline__ void sum_heads(const float* dots, const float* weight
 
 // Add up four lanes' sums; each of them then has a query's (of one query, all have it).
 template <int kQueries>
-__device__ __forceinline__ void sum_lanes(float (&sums)[kQueries][2], float (&total)[2]) {
+__device__ __forceinline__ void sum_lanes(const float (&sums)[kQueries][2], float (&total)[2]) {
   const bool is_upper = threadIdx.x & 2, is_odd = threadIdx.x & 1;
   #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -206,6 +212,20 @@ __device__ __forceinline__ void sum_lanes(float (&sums)[kQueries][2], float (&to
       total[half] = pair_sum(is_odd ? own[1] : own[0], is_odd ? own[0] : own[1], 1);
     }
   }
+}
+
+// Start multiplying keys with kColumns of the queries' heads.
+template <int kColumns, int kWords>
+__device__ __forceinline__ void start(Operand<kWords>& keys, uint64_t lines, float* dots) {
+  tl::warpgroup_fence_operand(reinterpret_cast<uint32_t*>(&keys.a[0][0]), 4 * kWords);
+  tl::warpgroup_fence_operand(dots, kColumns / 2);
+  tl::warpgroup_arrive();
+  #pragma unroll
+  for (int step = 0; step < kWords; ++step)
+    tl::wgmma_rs<tl::DataType::kFloat8_e4m3, tl::DataType::kFloat8_e4m3, tl::DataType::kFloat32, 64,
+                 kColumns, 32, false, false, 1, 1>(
+        keys.a[step], lines + step * 2, reinterpret_cast<uint32_t*>(dots), step > 0);
+  tl::warpgroup_commit_batch();
 }
 
 // Score a tile: `count` queries that share keys, against every `splits`-th step from `split` on.
@@ -234,36 +254,46 @@ __device__ __forceinline__ void score_tile(const void* q, const void* by_head, c
   Keys<kWidth, kPerBlock, kListed> keys{
       static_cast<const unsigned char*>(codes) + quarter * (kWidth / 8),
       static_cast<const unsigned char*>(scales) + quarter * kWords / 4, static_cast<const int*>(table), static_cast<const int*>(listed), (max(limit, 1) - 1u) & ~1u};
+  Operand<kWords> operands[2];
   keys.find_listed(column);
   keys.find_block(column);
   keys.load();
   keys.find_listed(column + stride);
   keys.find_block(column + stride);
   keys.find_listed(column + 2 * stride);
-  #pragma unroll 1
-  for (int base = split * kStep; base < limit; base += stride, column += stride) {
-    float dots[kColumns / 2], scale[2], sums[kQueries][2], total[2];
-    unsigned a[kWords][4];
-    keys.decode(magnitude_table, a, scale);
-    tl::warpgroup_fence_operand(reinterpret_cast<uint32_t*>(&a[0][0]), 4 * kWords);
-    tl::warpgroup_fence_operand(dots, kColumns / 2);
-    tl::warpgroup_arrive();
+  keys.decode(magnitude_table, operands[0]);
+  keys.load();
+  keys.find_block(column + 2 * stride);
+  keys.find_listed(column + 3 * stride);
+  // Multiply one step's keys in two parts while the next step's are decoded.
+  constexpr int kParts = kQueries == 1 ? 1 : 2, kPart = kColumns / kParts;
+  const auto multiply = [&](Operand<kWords>& now, Operand<kWords>& next) {
+    float dots[kParts][kPart / 2], sums[kQueries][2], total[2];
     #pragma unroll
-    for (int step = 0; step < kWords; ++step)
-      tl::wgmma_rs<tl::DataType::kFloat8_e4m3, tl::DataType::kFloat8_e4m3, tl::DataType::kFloat32,
-                   64, kColumns, 32, false, false, 1, 1>(
-          a[step], uint64_t(descriptor) + step * 2, reinterpret_cast<uint32_t*>(dots), step > 0);
-    tl::warpgroup_commit_batch();
+    for (int part = 0; part < kParts; ++part)
+      start<kPart>(now, uint64_t(descriptor) + part * (kPart * 128 >> 4), dots[part]);
+    keys.decode(magnitude_table, next);
     keys.load();
-    keys.find_block(column + 2 * stride);
-    keys.find_listed(column + 3 * stride);
-    tl::warpgroup_wait<0>();
-    tl::warpgroup_fence_operand(dots, kColumns / 2);
-    sum_heads<kHeads, kQueries>(dots, weights, sums);
+    keys.find_block(column + 3 * stride);
+    keys.find_listed(column + 4 * stride);
+    #pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if (part + 1 < kParts) tl::warpgroup_wait<1>(); else tl::warpgroup_wait<0>();
+      tl::warpgroup_fence_operand(dots[part], kPart / 2);
+      sum_heads<kHeads, kQueries / kParts>(dots[part], weights + part * kPart,
+                                           sums + part * (kQueries / kParts));
+    }
     sum_lanes(sums, total);
     if (writes && column < limit)
       *reinterpret_cast<__nv_bfloat162*>(to + column) =
-          __floats2bfloat162_rn(total[0] * scale[0], total[1] * scale[1]);
+          __floats2bfloat162_rn(total[0] * now.scale[0], total[1] * now.scale[1]);
+    column += stride;
+  };
+  #pragma unroll 1
+  for (int left = (limit - split * kStep + stride - 1) / stride; left > 0; left -= 2) {
+    multiply(operands[0], operands[1]);
+    if (left == 1) break;
+    multiply(operands[1], operands[0]);
   }
 }
 

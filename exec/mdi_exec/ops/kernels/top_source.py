@@ -1,8 +1,8 @@
 """CUDA source of exact top-k over rows of bfloat16 scores: every score is read from memory once.
 
 A block keeps up to 32,768 scores in registers, two a word, and searches for the k-th best by
-halving: bfloat16 numbers have ranks of 16 bits, so 16 counts find it, and comparing two scores
-and adding to two counts are one instruction each. No score is ever written, nothing is sorted,
+counting how many are at least some number: comparing two scores and adding to two counts are one
+instruction each, and a handful of counts find it among the 65,536 numbers of bfloat16. No score is ever written, nothing is sorted,
 and no atomics are waited for. A longer row goes through in parts: the best k so far stay in front
 of the next part, whose columns are all higher. Only integers decide, so the order of threads does
 not show.
@@ -87,23 +87,57 @@ __device__ __forceinline__ int count_warp(const unsigned (&words)[kSteps][kWords
   return __reduce_add_sync(~0u, int(__low2float(counts) + __high2float(counts)));
 }
 
+// The highest rank of all scores.
+__device__ __forceinline__ int best_rank(const unsigned (&words)[kSteps][kWords], int steps,
+                                         int* partial) {
+  __nv_bfloat162 best = of_rank(kLowest);
+  #pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    if (step < steps) {
+      #pragma unroll
+      for (int i = 0; i < kWords; ++i) best = __hmax2(best, pair(words[step][i]));
+    }
+  }
+  const __nv_bfloat16 one = __hmax(__low2bfloat16(best), __high2bfloat16(best));
+  const int bits = __bfloat16_as_ushort(one), rank = bits > 0x8000 ? 0xFFFF - bits : bits | 0x8000;
+  partial[threadIdx.x / 32] = __reduce_max_sync(~0u, rank);
+  __syncthreads();
+  return __reduce_max_sync(~0u, partial[threadIdx.x % kWarps]);
+}
+
 // Counts of scores at least as good as a rank: of this warp, and of all.
 struct Count { int rank, own, all; };
 
+// A rank strictly between two, where the k-th best is to be expected: counts grow exponentially.
+__device__ __forceinline__ int guess(const Count& low, const Count& high, int k) {
+  const float above = log2f(high.all + 0.5f);
+  const float share = (log2f(k) - above) / (log2f(low.all) - above);
+  const int width = high.rank - low.rank;
+  return high.rank - min(max(int(width * share + 0.5f), 1), width - 1);
+}
+
 // Find neighbouring ranks between which the k-th best score is; the same rank where k are as good.
+// Which ranks are tried decides how long it takes, not what is found.
 __device__ __forceinline__ void search(const unsigned (&words)[kSteps][kWords], int steps, int k,
                                        int (*partial)[kWarps], Count& low, Count& high) {
-  int turn = 0;
-  low = {kLowest, 0, 0}, high = {kHighest, 0, 0};
-  for (int rank = kLowest;; rank = (low.rank + high.rank) / 2) {
+  int span = 64;  // half an octave
+  bool is_below = false;
+  low = {kLowest, 0, 0}, high = {best_rank(words, steps, partial[0]) + 1, 0, 0};
+  for (int turn = 1; !is_below || high.rank - low.rank > 1; ++turn) {
+    int rank = max(high.rank - span, kLowest);
+    span *= 4;
+    if (is_below) rank = turn % 4 ? guess(low, high, k) : (low.rank + high.rank) / 2;
     const int own = count_warp(words, steps, of_rank(rank));
-    if (threadIdx.x % 32 == 0) partial[turn][threadIdx.x / 32] = own;
+    if (threadIdx.x % 32 == 0) partial[turn % 2][threadIdx.x / 32] = own;
     __syncthreads();
-    const Count now = {rank, own, sum_warps(partial[turn], kWarps)};
-    turn ^= 1;
-    if (now.all >= k || rank == kLowest) low = now; else high = now;
-    if (low.all <= k) high = low;
-    if (high.rank - low.rank <= 1) break;
+    const Count now = {rank, own, sum_warps(partial[turn % 2], kWarps)};
+    if (now.all >= k || rank == kLowest) {
+      low = now;
+      is_below = true;
+      if (low.all <= k) high = low;
+    } else {
+      high = now;
+    }
   }
 }
 
