@@ -64,21 +64,28 @@ def case(shape, lengths, rows_each, per_block, octaves=0):
     return q, weights, pool, paged, -(-max(lengths) // 64) * 64
 
 
-def compare(q, weights, pool, paged, columns, listed=None):
+def compare(q, weights, pool, paged, columns, listed=None, is_exact=True):
+    """Compare scores with the reference's, of float32 sums over heads.
+
+    Unless they `is_exact`, dot products may be off a little, and then round to another number.
+    """
     found = score_entries(q, weights, pool, paged, columns, listed)
-    exact = score_entries_ref(q.float(), weights.float(), pool, paged, columns, listed)
+    wanted = score_entries_ref(q, weights.float(), pool, paged, columns, listed)
     limit = paged.visible if listed is None else listed.num_columns(paged.visible)
     is_valid = torch.arange(columns, device="cuda") < limit.unsqueeze(1)
-    error = (found.float() - exact).masked_fill(~is_valid, 0).abs()
-    size = exact.masked_fill(~is_valid, 0).abs()
-    assert (error <= size * 2**-8 + slack(q, weights, pool)).all(), error.max()
+    allowed = wanted.abs() * 2**-8 + 1e-6
+    if not is_exact:
+        all_heads = score_entries_ref(q, weights.float().abs(), pool, paged, columns, listed)
+        allowed += all_heads * 2**-8 + slack(q, weights, pool)
+    error = (found.float() - wanted).abs()
+    assert (error <= allowed)[is_valid].all(), error[is_valid].max()
 
 
 def slack(q, weights, pool):
     """What dot products may be off by, all in all: [T, 1]."""
     longest_key = pool.gather(torch.arange(len(pool.codes), device="cuda")).float().norm(dim=1).max()
     by_head = weights.float().abs() * q.float().norm(dim=2)
-    return (by_head.sum(dim=1, keepdim=True) * longest_key * DOT_ERROR).clamp(min=1e-6)
+    return by_head.sum(dim=1, keepdim=True) * longest_key * DOT_ERROR
 
 
 CASES = {
@@ -93,13 +100,13 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("per_block", [64, 128])
 @pytest.mark.parametrize("shape", [TRUE, TINY], ids=["true", "tiny"])
-def test_matches_the_unrounded_reference(name, per_block, shape):
+def test_matches_the_reference(name, per_block, shape):
     compare(*case(shape, *CASES[name], per_block))
 
 
 @pytest.mark.parametrize("octaves", [1, 3, 7, 14, 40])
 def test_groups_of_very_different_scales(octaves):
-    compare(*case(TRUE, *CASES["chunks"], 64, octaves))
+    compare(*case(TRUE, *CASES["chunks"], 64, octaves), is_exact=False)
 
 
 @pytest.mark.parametrize("magnitude", [0.0, 2.0**-100, 2.0**60])
@@ -156,4 +163,4 @@ def test_the_portable_kernel_agrees(monkeypatch):
 
     monkeypatch.setattr(kernels, "has_known_registers", lambda: False)
     for shape in (TRUE, TINY):
-        compare(*case(shape, *CASES["chunks"], 64, octaves=7))
+        compare(*case(shape, *CASES["chunks"], 64))

@@ -1,9 +1,9 @@
 """Index scores of paged FP4 keys, fused with the ReLU and the weighted sum over heads.
 
 Keys fill the 64-row side of the tensor core; a tile of queries with all their heads stays in shared
-memory as the other side. The sum over heads is then a sum along a result row, most of it inside one
-thread. Scores are float32 inside and leave as bfloat16. Every score depends on its query and its
-key alone. On sm_90a products are FP8's (`index_source.py`), elsewhere bfloat16's.
+memory as the other side. The sum over heads is then a sum along a result row. Every score depends
+on its query and its key alone. On sm_90a products are FP8's (`index_source.py`), elsewhere
+bfloat16's.
 """
 
 from typing import Any
@@ -21,7 +21,8 @@ KEYS = 64  # of one warpgroup
 WARPGROUPS = 2
 BLOCKS_OF_SM = 2  # of two warpgroups: one block's queries are loaded while another multiplies
 PORTABLE_WARPGROUPS = 4
-QUERIES = 4  # of one sequence that share a block
+QUERIES = 16  # of one sequence that share a block
+PORTABLE_QUERIES = 4
 WANTED_BLOCKS = 1024  # several for each multiprocessor; keys are split over blocks to get them
 LINE = 128  # bytes of a query's head in shared memory
 MAGNITUDES = 16  # scales at which there is a table of E2M1's
@@ -74,7 +75,7 @@ def index_scores_program(heads, width, queries, per_block, list_block):
             T.annotate_min_blocks_per_sm(BLOCKS_OF_SM)
             T.import_source(INDEX_SOURCE)
             lines = T.alloc_shared((queries * heads * LINE,), "uint8")
-            weights = T.alloc_shared((queries * heads,), "float32")
+            weights = T.alloc_shared((-(-queries // 4), 32, heads // 4), "bfloat16")
             magnitudes = T.alloc_shared((MAGNITUDES, 2), "uint32")
             start = T.alloc_var("int32", init=tile_start[tile])
             end = T.alloc_var("int32", init=tile_end[tile])
@@ -86,7 +87,7 @@ def index_scores_program(heads, width, queries, per_block, list_block):
                     T.address_of(block_tables[seq_of_row[start], 0]),
                     T.address_of(blocks[start, 0]), T.address_of(scores[start, 0]),
                     scores.shape[1], end - start, visible[end - 1], split, splits,
-                    T.address_of(lines[0]), T.address_of(weights[0]),
+                    T.address_of(lines[0]), T.address_of(weights[0, 0, 0]),
                     T.address_of(magnitudes[0, 0]),
                 )  # fmt: skip
 
@@ -146,7 +147,8 @@ def portable_scores_program(heads, width, queries, per_block, list_block):
                         policy=T.GemmWarpPolicy.FullRow,
                     )  # fmt: skip
                     for i, n, h in T.Parallel(keys_per_step, queries, heads):
-                        by_query[i, n, h] = T.max(by_query[i, n, h], 0) * weights[n, h]
+                        dot = T.cast(T.max(by_query[i, n, h], 0), "bfloat16")
+                        by_query[i, n, h] = T.cast(dot, "float32") * weights[n, h]
                     T.reduce_sum(by_query, sums, dim=2)
                     for i, n in T.Parallel(keys_per_step, queries):
                         if start + n < end and base + i < limit:
@@ -199,11 +201,13 @@ def score_entries(
     scores = q.new_empty(num_rows, columns + columns % 2)  # a thread writes two at once
     if not num_rows:
         return scores[:, :columns]
-    queries = 1 if pages.one_per_seq or listed is not None else QUERIES
-    start, end = _tiles(pages, queries)
     ids = pages.block_tables.new_empty(num_rows, 1) if listed is None else listed.ids
     limit = pages.visible if listed is None else listed.num_columns(pages.visible)
     is_known = has_known_registers()
+    queries = QUERIES if is_known else PORTABLE_QUERIES
+    if pages.one_per_seq or listed is not None:
+        queries = 1
+    start, end = _tiles(pages, queries)
     step = KEYS * (WARPGROUPS if is_known else PORTABLE_WARPGROUPS)
     splits = min(-(-WANTED_BLOCKS // start.shape[0]), -(-columns // step))
     program = index_scores_program if is_known else portable_scores_program
@@ -220,5 +224,10 @@ SAMPLES = tuple(
         (index_scores_program, ("sm_90a",)),
         (portable_scores_program, ("sm_90a", "sm_100a")),
     )
-    for sizes in ((32, 128, 4, 64, 0), (32, 128, 1, 128, 8), (16, 32, 4, 64, 0), (16, 32, 1, 128, 8))
+    for sizes in (
+        (32, 128, 16, 64, 0),
+        (32, 128, 1, 128, 8),
+        (16, 32, 16, 64, 0),
+        (16, 32, 1, 128, 8),
+    )
 )

@@ -4,12 +4,16 @@ E2M1 times any of 15 powers of two in a row is an E4M3 number. So a vector's fou
 that of its largest group, and the codes of other groups take up the difference: exactly, unless a
 group lies more than 14 octaves below, which then counts as zero. That is less than 2^-14 of the
 vector's largest value. Products are exact in the tensor core, whose accumulator keeps 13 bits below
-the leading one; it starts anew with every key, after 128 inputs.
+the leading one; it starts anew with every key, after 128 inputs. Where a vector's groups lie within
+an octave or two of one another, as they mostly do, that too is exact.
 
 Keys are the 64 rows of a product, its left operand, and come from memory through registers. Lane c
 of four owns a quarter of two neighbouring keys, so eight keys are 512 bytes in one piece. Word j of
 every quarter, 32 codes, is step j of the product; queries are stored in the same order of columns.
-Read next: `index_scores.py`.
+
+Dot products become bfloat16, as in the reference, and are the left operand of a second product:
+with the head weights, which sums over heads. No lane needs another's numbers. Read next:
+`index_scores.py`.
 """
 
 INDEX_SOURCE = r"""
@@ -20,15 +24,14 @@ INDEX_SOURCE = r"""
 
 namespace mdi {
 
-constexpr int kTop = 15;                     // a vector's largest scale; 1 is 2^-14 of it, 0 is zero
-constexpr float kSmall = 1.0f / (1 << 25);   // makes every dot product less than 1
-constexpr float kLarge = 1 << (25 - 6);      // undoes it; a key's largest codes are 2^6 too large
+constexpr int kTop = 15;   // a vector's largest scale; 1 is 2^-14 of it, 0 is zero
+constexpr int kShift = 6;  // a key's codes are 2^6 too large
 
 // The eight magnitudes at every scale: two words of four E4M3 codes each.
 __device__ __forceinline__ void make_table(uint2* table) {
   if (threadIdx.x <= kTop) {
     unsigned words[2] = {0, 0};
-    const float scale = threadIdx.x ? __uint_as_float((127 - kTop + 6 + threadIdx.x) << 23) : 0;
+    const float scale = threadIdx.x ? __uint_as_float((127 - kTop + kShift + threadIdx.x) << 23) : 0;
     #pragma unroll
     for (int code = 0; code < 8; ++code) {
       const float value = code < 2 ? code * 0.5f : (1 + code % 2 * 0.5f) * (1 << (code / 2 - 1));
@@ -46,13 +49,14 @@ __device__ __forceinline__ unsigned look_up(uint2 table, unsigned codes) {
   return found;
 }
 
-__device__ __forceinline__ float pair_sum(float keep, float send, int lane) {
-  return keep + __shfl_xor_sync(~0u, send, lane);
-}
+// Queries that are multiplied at once; registers hold no more products.
+template <int kQueries>
+constexpr int kGroupOf = kQueries < 4 ? 1 : 4;
 
 template <int kHeads, int kWidth, int kQueries>
 struct Queries {
   static constexpr int kWords = kWidth / 32, kVectors = kQueries * kHeads;
+  static constexpr int kGroup = kGroupOf<kQueries>;
 
   // Fold one query's head, a quarter of it in each of four lanes, into a line of 128 bytes.
   static __device__ __forceinline__ float fold(const __nv_bfloat16* vector, unsigned char* lines,
@@ -89,16 +93,23 @@ struct Queries {
     return __uint_as_float((exponent - 8) << 23);
   }
 
-  // Fold a tile's queries, and their scales into the head weights, ordered by the lanes' columns.
+  // Fold a tile's queries. Their scales go into the head weights, which are the right operand of a
+  // product of their own: query i of a group has column 2i, the other columns stay zero.
   static __device__ __forceinline__ void load(const __nv_bfloat16* q, const __nv_bfloat16* by_head,
-                                              int count, unsigned char* lines, float* weights) {
+                                              int count, unsigned char* lines,
+                                              __nv_bfloat16* weights) {
+    for (int i = threadIdx.x; i < kVectors / kGroup * 8; i += blockDim.x)
+      weights[i] = __float2bfloat16_rn(0);
+    __syncthreads();
     for (int line = threadIdx.x / 4; line < kVectors; line += blockDim.x / 4) {
       const int query = min(line / kHeads, count - 1), head = line % kHeads;
       const int vector = query * kHeads + head;
       const float scale = fold(q + vector * kWidth, lines, line);
       if (threadIdx.x % 4 == 0) {
-        const int place = head % 8 / 2 * (kHeads / 4) + head / 8 * 2 + head % 2;
-        weights[line / kHeads * kHeads + place] = __bfloat162float(by_head[vector]) * scale * kLarge;
+        const int group = line / kHeads / kGroup, column = line / kHeads % kGroup * 2;
+        const int lane = column * 4 + head % 8 / 2;
+        weights[((group * 32 + lane) * (kHeads / 8) + head / 8) * 2 + head % 2] =
+            __float2bfloat16_rn(__bfloat162float(by_head[vector]) * scale);
       }
     }
   }
@@ -155,7 +166,7 @@ struct Keys {
     for (int half = 0; half < 2; ++half) {
       int top = max(by[half], __shfl_xor_sync(~0u, by[half], 2));
       top = max(top, __shfl_xor_sync(~0u, top, 1));
-      to.scale[half] = __int_as_float(top << 23);
+      to.scale[half] = __int_as_float(max(top - kShift, 0) << 23);
       const uint2 table = magnitudes[max(by[half] - top + kTop, 0)];
       #pragma unroll
       for (int i = 0; i < kWords; ++i) {
@@ -169,54 +180,9 @@ struct Keys {
   }
 };
 
-// Scores of a thread's two keys: over heads, of products `dots`, in ascending order within a lane.
-template <int kHeads, int kQueries>
-__device__ __forceinline__ void sum_heads(const float* dots, const float* weights,
-                                          float (*sums)[2]) {
-  #pragma unroll
-  for (int query = 0; query < kQueries; ++query) {
-    float by[kHeads / 4];
-    const float* from = weights + query * kHeads + threadIdx.x % 4 * (kHeads / 4);
-    #pragma unroll
-    for (int i = 0; i < kHeads / 4; i += 4)
-      *reinterpret_cast<float4*>(by + i) = *reinterpret_cast<const float4*>(from + i);
-    sums[query][0] = sums[query][1] = 0;
-    #pragma unroll
-    for (int i = 0; i < kHeads / 4; ++i) {
-      #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        // A saturating product is a ReLU: no dot product reaches 1.
-        const float dot = dots[(query * (kHeads / 8) + i / 2) * 4 + half * 2 + i % 2];
-        sums[query][half] = fmaf(__saturatef(dot * kSmall), by[i], sums[query][half]);
-      }
-    }
-  }
-}
-
-// Add up four lanes' sums; each of them then has a query's (of one query, all have it).
-template <int kQueries>
-__device__ __forceinline__ void sum_lanes(const float (&sums)[kQueries][2], float (&total)[2]) {
-  const bool is_upper = threadIdx.x & 2, is_odd = threadIdx.x & 1;
-  #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if constexpr (kQueries == 1) {
-      total[half] = pair_sum(sums[0][half], sums[0][half], 2);
-      total[half] = pair_sum(total[half], total[half], 1);
-    } else {
-      float own[2];
-      #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float low = sums[i][half], high = sums[i + 2][half];
-        own[i] = pair_sum(is_upper ? high : low, is_upper ? low : high, 2);
-      }
-      total[half] = pair_sum(is_odd ? own[1] : own[0], is_odd ? own[0] : own[1], 1);
-    }
-  }
-}
-
-// Start multiplying keys with kColumns of the queries' heads.
+// Multiply keys with kColumns of the queries' heads.
 template <int kColumns, int kWords>
-__device__ __forceinline__ void start(Operand<kWords>& keys, uint64_t lines, float* dots) {
+__device__ __forceinline__ void multiply(Operand<kWords>& keys, uint64_t lines, float* dots) {
   tl::warpgroup_fence_operand(reinterpret_cast<uint32_t*>(&keys.a[0][0]), 4 * kWords);
   tl::warpgroup_fence_operand(dots, kColumns / 2);
   tl::warpgroup_arrive();
@@ -226,6 +192,51 @@ __device__ __forceinline__ void start(Operand<kWords>& keys, uint64_t lines, flo
                  kColumns, 32, false, false, 1, 1>(
         keys.a[step], lines + step * 2, reinterpret_cast<uint32_t*>(dots), step > 0);
   tl::warpgroup_commit_batch();
+  tl::warpgroup_wait<0>();
+  tl::warpgroup_fence_operand(dots, kColumns / 2);
+}
+
+// ReLU of two dot products, rounded as the reference rounds them; `first` in the lower half.
+__device__ __forceinline__ unsigned relu_pair(float first, float second) {
+  unsigned pair;
+  asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  return pair;
+}
+
+// Sum one query's heads, weighted, for the 16 keys of a warp: products of the layout that dots have.
+template <int kHeads>
+__device__ __forceinline__ void sum_heads(const float* dots, const unsigned (&by)[kHeads / 8],
+                                          float (&sums)[4]) {
+  #pragma unroll
+  for (int i = 0; i < 4; ++i) sums[i] = 0;
+  #pragma unroll
+  for (int i = 0; i < kHeads / 8; i += 2) {
+    const float* four = dots + 4 * i;
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(relu_pair(four[0], four[1])), "r"(relu_pair(four[2], four[3])),
+          "r"(relu_pair(four[4], four[5])), "r"(relu_pair(four[6], four[7])), "r"(by[i]),
+          "r"(by[i + 1]));
+  }
+}
+
+// A group's scores of a thread's two keys; lane i of four has those of query i.
+template <int kHeads, int kGroup>
+__device__ __forceinline__ float2 group_scores(const float* dots, const void* weights) {
+  unsigned by[kHeads / 8];
+  float sums[kGroup][4];
+  const unsigned* from = static_cast<const unsigned*>(weights) + threadIdx.x % 32 * (kHeads / 8);
+  #pragma unroll
+  for (int i = 0; i < kHeads / 8; ++i) by[i] = from[i];
+  #pragma unroll
+  for (int query = 0; query < kGroup; ++query)
+    sum_heads<kHeads>(dots + query * (kHeads / 2), by, sums[query]);
+  float2 found = make_float2(sums[0][0], sums[0][2]);
+  #pragma unroll
+  for (int query = 1; query < kGroup; ++query)
+    if (threadIdx.x % 4 == query) found = make_float2(sums[query][0], sums[query][2]);
+  return found;
 }
 
 // Score a tile: `count` queries that share keys, against every `splits`-th step from `split` on.
@@ -234,66 +245,49 @@ __device__ __forceinline__ void score_tile(const void* q, const void* by_head, c
                                            const void* scales, const void* table,
                                            const void* listed, void* scores, int pitch, int count,
                                            int limit, int split, int splits, void* lines,
-                                           float* weights, void* magnitudes) {
-  constexpr int kColumns = kQueries * kHeads, kWords = kWidth / 32, kStep = 64 * kWarpgroups;
-  static_assert(kQueries == 1 || kQueries == 4, "sum_lanes knows these");
+                                           void* weights, void* magnitudes) {
+  constexpr int kWords = kWidth / 32, kStep = 64 * kWarpgroups, kGroup = kGroupOf<kQueries>;
+  constexpr int kColumns = kGroup * kHeads;
   uint2* const magnitude_table = static_cast<uint2*>(magnitudes);
   make_table(magnitude_table);
   Queries<kHeads, kWidth, kQueries>::load(
       static_cast<const __nv_bfloat16*>(q), static_cast<const __nv_bfloat16*>(by_head), count,
-      static_cast<unsigned char*>(lines), weights);
+      static_cast<unsigned char*>(lines), static_cast<__nv_bfloat16*>(weights));
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the tensor core reads these
   __syncthreads();
   tl::GmmaDescriptor descriptor;
   tl::initialize_wgmma_descriptor<1, 1, 64>(descriptor, static_cast<unsigned char*>(lines));
-  const int stride = kStep * splits, query = kQueries == 1 ? 0 : threadIdx.x % 4;
+  const int stride = kStep * splits, quarter = threadIdx.x % 4;
   int column = split * kStep + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 * 2;
-  const bool writes = query < count && (kQueries > 1 || threadIdx.x % 4 == 0);
-  __nv_bfloat16* const to = static_cast<__nv_bfloat16*>(scores) + long(query) * pitch;
-  const int quarter = threadIdx.x % 4;
+  __nv_bfloat16* const to = static_cast<__nv_bfloat16*>(scores) + long(quarter) * pitch;
   Keys<kWidth, kPerBlock, kListed> keys{
       static_cast<const unsigned char*>(codes) + quarter * (kWidth / 8),
-      static_cast<const unsigned char*>(scales) + quarter * kWords / 4, static_cast<const int*>(table), static_cast<const int*>(listed), (max(limit, 1) - 1u) & ~1u};
-  Operand<kWords> operands[2];
+      static_cast<const unsigned char*>(scales) + quarter * kWords / 4,
+      static_cast<const int*>(table), static_cast<const int*>(listed),
+      (max(limit, 1) - 1u) & ~1u};
   keys.find_listed(column);
   keys.find_block(column);
   keys.load();
   keys.find_listed(column + stride);
   keys.find_block(column + stride);
   keys.find_listed(column + 2 * stride);
-  keys.decode(magnitude_table, operands[0]);
-  keys.load();
-  keys.find_block(column + 2 * stride);
-  keys.find_listed(column + 3 * stride);
-  // Multiply one step's keys in two parts while the next step's are decoded.
-  constexpr int kParts = kQueries == 1 ? 1 : 2, kPart = kColumns / kParts;
-  const auto multiply = [&](Operand<kWords>& now, Operand<kWords>& next) {
-    float dots[kParts][kPart / 2], sums[kQueries][2], total[2];
-    #pragma unroll
-    for (int part = 0; part < kParts; ++part)
-      start<kPart>(now, uint64_t(descriptor) + part * (kPart * 128 >> 4), dots[part]);
-    keys.decode(magnitude_table, next);
-    keys.load();
-    keys.find_block(column + 3 * stride);
-    keys.find_listed(column + 4 * stride);
-    #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      if (part + 1 < kParts) tl::warpgroup_wait<1>(); else tl::warpgroup_wait<0>();
-      tl::warpgroup_fence_operand(dots[part], kPart / 2);
-      sum_heads<kHeads, kQueries / kParts>(dots[part], weights + part * kPart,
-                                           sums + part * (kQueries / kParts));
-    }
-    sum_lanes(sums, total);
-    if (writes && column < limit)
-      *reinterpret_cast<__nv_bfloat162*>(to + column) =
-          __floats2bfloat162_rn(total[0] * now.scale[0], total[1] * now.scale[1]);
-    column += stride;
-  };
   #pragma unroll 1
-  for (int left = (limit - split * kStep + stride - 1) / stride; left > 0; left -= 2) {
-    multiply(operands[0], operands[1]);
-    if (left == 1) break;
-    multiply(operands[1], operands[0]);
+  for (int base = split * kStep; base < limit; base += stride, column += stride) {
+    Operand<kWords> operand;
+    keys.decode(magnitude_table, operand);
+    keys.load();
+    keys.find_block(column + 2 * stride);
+    keys.find_listed(column + 3 * stride);
+    #pragma unroll 1
+    for (int first = 0; first < (kQueries > kGroup ? count : 1); first += kGroup) {
+      float dots[kColumns / 2];
+      multiply<kColumns>(operand, uint64_t(descriptor) + (first * kHeads * 128 >> 4), dots);
+      const float2 pair = group_scores<kHeads, kGroup>(
+          dots, static_cast<const unsigned*>(weights) + first / kGroup * 32 * (kHeads / 8));
+      if (quarter < min(count - first, kGroup) && column < limit)
+        *reinterpret_cast<__nv_bfloat162*>(to + long(first) * pitch + column) =
+            __floats2bfloat162_rn(pair.x * operand.scale[0], pair.y * operand.scale[1]);
+    }
   }
 }
 
