@@ -18,7 +18,7 @@ BLOCKS_OF_SM = 2  # keeps a thread at 64 registers, so that one row's barriers h
 VECTOR = 8  # bfloat16 scores of a 16-byte access
 WORDS = VECTOR // 2
 MAXIMA_THREADS = 128
-INFINITE_KEY = 0xFF80
+LARGEST_KEY = 0xFF7F  # of finite numbers
 
 
 def _key(words, i: int):
@@ -27,8 +27,8 @@ def _key(words, i: int):
     return T.if_then_else(bits > 0x8000, 0xFFFF - bits, bits | 0x8000)
 
 
-def top_visible_program(k: int):
-    """Choose the k best of each row's first `visible` columns."""
+def top_visible_program(k: int, keeps_last: bool):
+    """Choose the k best of each row's first `visible` columns, the last of them always if asked."""
     rows, vectors = T.dynamic("rows"), T.dynamic("vectors")
     carried = -(-k // VECTOR) * VECTOR
 
@@ -45,10 +45,10 @@ def top_visible_program(k: int):
             columns = T.alloc_shared((2, carried), "int32")
             counts = T.alloc_shared((2, WARPS), "int32")
             T.call_extern(
-                "handle", f"mdi::select_row<{k}>", T.address_of(scores[row, 0, 0]),
-                T.min(visible[row], vectors * VECTOR), T.address_of(chosen[row, 0]),
-                T.address_of(columns[0, 0]), T.address_of(values[0, 0]),
-                T.address_of(counts[0, 0]),
+                "handle", f"mdi::select_row<{k}, {int(keeps_last)}>",
+                T.address_of(scores[row, 0, 0]), T.min(visible[row], vectors * VECTOR),
+                T.address_of(chosen[row, 0]), T.address_of(columns[0, 0]),
+                T.address_of(values[0, 0]), T.address_of(counts[0, 0]),
             )  # fmt: skip
 
     return main
@@ -69,14 +69,19 @@ def _vectors(scores: Tensor) -> Tensor:
 
 def top_visible(scores: Tensor, visible: Tensor, k: int) -> Tensor:
     """Launch `top_visible_program`; see `ops.top_entries.top_visible`."""
+    return _chosen(scores, visible, k, keeps_last=False)
+
+
+def _chosen(scores: Tensor, visible: Tensor, k: int, *, keeps_last: bool) -> Tensor:
     chosen = torch.empty((scores.shape[0], k), dtype=torch.int32, device=scores.device)
     if scores.shape[0]:
-        compiled(top_visible_program, k)(_vectors(scores), visible.to(torch.int32), chosen)
+        program = compiled(top_visible_program, k, keeps_last)
+        program(_vectors(scores), visible.to(torch.int32), chosen)
     return chosen
 
 
 def block_maxima_program(block_size: int):
-    """Find each visible block's best score; the newest block's becomes infinite.
+    """Find each visible block's best score; infinite ones become the largest finite number.
 
     A thread reads one block of entries; `reachable` receives each row's number of visible blocks.
     """
@@ -116,8 +121,7 @@ def block_maxima_program(block_size: int):
                             if first + i < limit:
                                 key = _key(words[i // 2], i)
                                 best = T.max(best, key)
-                if (block + 1) * block_size >= limit:
-                    best = INFINITE_KEY
+                best = T.min(best, LARGEST_KEY)
                 maxima[row, block] = T.cast(
                     T.if_then_else(best >= 0x8000, best & 0x7FFF, 0xFFFF - best), "int16"
                 )
@@ -126,7 +130,8 @@ def block_maxima_program(block_size: int):
 
 
 def candidate_blocks(scores: Tensor, visible: Tensor, block_size: int, k: int) -> Tensor:
-    """Launch `block_maxima_program`, then `top_visible_program` on its result.
+    """Launch `block_maxima_program`, then `top_visible_program` on its result; the newest block is
+    the last.
 
     Where no more than k blocks exist, all that a row sees are chosen: nothing is launched.
     """
@@ -144,13 +149,13 @@ def candidate_blocks(scores: Tensor, visible: Tensor, block_size: int, k: int) -
     if num_rows:
         program = compiled(block_maxima_program, block_size)
         program(_vectors(scores), visible.to(torch.int32), maxima.view(torch.int16), reachable)
-    return top_visible(maxima, reachable, k)
+    return _chosen(maxima, reachable, k, keeps_last=True)
 
 
 SAMPLES = (
-    Sample(top_visible_program, (512,)),
-    Sample(top_visible_program, (2048,)),
-    Sample(top_visible_program, (32,)),
-    Sample(top_visible_program, (8,)),
+    Sample(top_visible_program, (512, False)),
+    Sample(top_visible_program, (2048, True)),
+    Sample(top_visible_program, (32, False)),
+    Sample(top_visible_program, (8, True)),
     Sample(block_maxima_program, (8,)),
 )

@@ -190,36 +190,41 @@ __device__ __forceinline__ void keep(const unsigned (&words)[kSteps][kWords], co
   }
 }
 
-// Write the columns of a row's k best scores, ascending; -1 where there are no more.
-template <int kBest>
+// Write the columns of a row's k best scores, ascending; -1 where there are no more. With kKeepsLast
+// the last of its `limit` columns is always one of them.
+template <int kBest, bool kKeepsLast>
 __device__ __forceinline__ void select_row(const void* scores, int limit, int* chosen,
                                            int* columns, void* values, int* partial) {
+  constexpr int kSearched = kBest - kKeepsLast;
   constexpr int kCarry = (kBest + kVector - 1) / kVector * kVector;
   const unsigned* row = static_cast<const unsigned*>(scores);
   unsigned short* kept = static_cast<unsigned short*>(values);
   int (*counts)[kWarps] = reinterpret_cast<int (*)[kWarps]>(partial);
-  int found = min(limit, kBest), turn = 0;
-  if (limit > kBest) {
-    for (int first = 0; first < limit; turn ^= 1) {
-      const int carried = first ? kCarry : 0, count = min(kCapacity, carried + limit - first);
-      Part part{columns + turn * kCarry, kept + turn * kCarry, carried, first, count,
-                (count + kWarps * kOfWarp - 1) / (kWarps * kOfWarp)};
-      unsigned words[kSteps][kWords];
-      Count low, high;
-      part.load(row, words);
-      search(words, part.steps, kBest, counts, low, high);
-      __syncthreads();  // before counts and the other half are written again
-      const int next = (turn ^ 1) * kCarry;
-      found = min(low.all, kBest);
-      if (threadIdx.x < kCarry - kBest) kept[next + kBest + threadIdx.x] = 0x7FFF;
-      keep(words, part, kBest, low, high, counts, columns + next, kept + next);
-      __syncthreads();
-      first += count - carried;
-    }
-    columns += turn * kCarry;
+  if (limit <= kBest) {
+    for (int i = threadIdx.x; i < kBest; i += kThreads) chosen[i] = i < limit ? i : -1;
+    return;
   }
+  const int end = limit - kKeepsLast;
+  int found = 0, turn = 0;
+  for (int first = 0; first < end && kSearched > 0; turn ^= 1) {
+    const int carried = first ? kCarry : 0, count = min(kCapacity, carried + end - first);
+    Part part{columns + turn * kCarry, kept + turn * kCarry, carried, first, count,
+              (count + kWarps * kOfWarp - 1) / (kWarps * kOfWarp)};
+    unsigned words[kSteps][kWords];
+    Count low, high;
+    part.load(row, words);
+    search(words, part.steps, kSearched, counts, low, high);
+    __syncthreads();  // before counts and the other half are written again
+    const int next = (turn ^ 1) * kCarry;
+    found = min(low.all, kSearched);
+    if (threadIdx.x < kCarry - kSearched) kept[next + kSearched + threadIdx.x] = 0x7FFF;
+    keep(words, part, kSearched, low, high, counts, columns + next, kept + next);
+    __syncthreads();
+    first += count - carried;
+  }
+  columns += turn * kCarry;
   for (int i = threadIdx.x; i < kBest; i += kThreads)
-    chosen[i] = i >= found ? -1 : limit > kBest ? columns[i] : i;
+    chosen[i] = i < found ? columns[i] : kKeepsLast && i == found ? limit - 1 : -1;
 }
 
 }  // namespace mdi
