@@ -83,9 +83,9 @@ def compare(q, weights, pool, paged, columns, listed=None, is_exact=True):
 
 def slack(q, weights, pool):
     """What dot products may be off by, all in all: [T, 1]."""
-    longest_key = pool.gather(torch.arange(len(pool.codes), device="cuda")).float().norm(dim=1).max()
+    keys = pool.gather(torch.arange(len(pool.codes), device="cuda")).float()
     by_head = weights.float().abs() * q.float().norm(dim=2)
-    return by_head.sum(dim=1, keepdim=True) * longest_key * DOT_ERROR
+    return by_head.sum(dim=1, keepdim=True) * keys.norm(dim=1).max() * DOT_ERROR
 
 
 CASES = {

@@ -31,11 +31,12 @@ constexpr int kShift = 6;  // a key's codes are 2^6 too large
 __device__ __forceinline__ void make_table(uint2* table) {
   if (threadIdx.x <= kTop) {
     unsigned words[2] = {0, 0};
-    const float scale = threadIdx.x ? __uint_as_float((127 - kTop + kShift + threadIdx.x) << 23) : 0;
+    const unsigned exponent = threadIdx.x ? 127 - kTop + kShift + threadIdx.x : 0;
     #pragma unroll
     for (int code = 0; code < 8; ++code) {
       const float value = code < 2 ? code * 0.5f : (1 + code % 2 * 0.5f) * (1 << (code / 2 - 1));
-      words[code / 4] |= unsigned(__nv_cvt_float_to_fp8(value * scale, __NV_SATFINITE, __NV_E4M3))
+      const float scaled = value * __uint_as_float(exponent << 23);
+      words[code / 4] |= unsigned(__nv_cvt_float_to_fp8(scaled, __NV_SATFINITE, __NV_E4M3))
                          << code % 4 * 8;
     }
     table[threadIdx.x] = make_uint2(words[0], words[1]);
@@ -61,7 +62,7 @@ struct Queries {
   // Fold one query's head, a quarter of it in each of four lanes, into a line of 128 bytes.
   static __device__ __forceinline__ float fold(const __nv_bfloat16* vector, unsigned char* lines,
                                                int line) {
-    const int quarter = threadIdx.x & 3;
+    const int quarter = threadIdx.x % 4;
     float values[kWidth / 4], largest = 0;
     #pragma unroll
     for (int i = 0; i < kWords; ++i) {
@@ -73,8 +74,7 @@ struct Queries {
         values[8 * i + 2 * j + 1] = __uint_as_float(pairs[j] & 0xFFFF0000u);
       }
     }
-    #pragma unroll
-    for (int i = 0; i < kWidth / 4; ++i) largest = fmaxf(largest, fabsf(values[i]));
+    for (float value : values) largest = fmaxf(largest, fabsf(value));
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
     // The largest value becomes 256 or 384.
@@ -85,10 +85,12 @@ struct Queries {
       unsigned codes = 0;
       #pragma unroll
       for (int j = 0; j < 4; j += 2) {
-        const float2 pair = make_float2(values[4 * i + j] * inverse, values[4 * i + j + 1] * inverse);
+        const float* from = values + 4 * i + j;
+        const float2 pair = make_float2(from[0] * inverse, from[1] * inverse);
         codes |= unsigned(__nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3)) << 8 * j;
       }
-      *reinterpret_cast<unsigned*>(lines + line * 128 + ((i ^ line % 8) * 16) + quarter * 4) = codes;
+      unsigned char* to = lines + line * 128 + (i ^ line % 8) * 16 + quarter * 4;
+      *reinterpret_cast<unsigned*>(to) = codes;
     }
     return __uint_as_float((exponent - 8) << 23);
   }
@@ -129,8 +131,7 @@ struct Keys {
   static constexpr int kWords = kWidth / 32;
   const unsigned char *codes, *scales;  // this lane's quarter of row 0
   const int *table, *listed;
-  unsigned last;  // column
-
+  unsigned last;                // column
   unsigned id, entry, block;    // looked up one and two steps ahead, so that nothing waits
   unsigned words[2][kWords];    // of two neighbouring keys
   int by[2];
@@ -171,10 +172,9 @@ struct Keys {
       #pragma unroll
       for (int i = 0; i < kWords; ++i) {
         const unsigned word = words[half][i], which = word & 0x77777777u, odd = word << 4;
-        to.a[i][half] = look_up(table, which) |
-                        (__byte_perm(odd, word, 0x5140) & 0x80808080u);
-        to.a[i][2 + half] = look_up(table, which >> 16) |
-                            (__byte_perm(odd, word, 0x7362) & 0x80808080u);
+        const unsigned signs[2] = {__byte_perm(odd, word, 0x5140), __byte_perm(odd, word, 0x7362)};
+        to.a[i][half] = look_up(table, which) | (signs[0] & 0x80808080u);
+        to.a[i][2 + half] = look_up(table, which >> 16) | (signs[1] & 0x80808080u);
       }
     }
   }
@@ -203,7 +203,7 @@ __device__ __forceinline__ unsigned relu_pair(float first, float second) {
   return pair;
 }
 
-// Sum one query's heads, weighted, for the 16 keys of a warp: products of the layout that dots have.
+// Sum one query's heads, weighted, for a warp's 16 keys. Sums lie as dot products do.
 template <int kHeads>
 __device__ __forceinline__ void sum_heads(const float* dots, const unsigned (&by)[kHeads / 8],
                                           float (&sums)[4]) {
@@ -248,6 +248,9 @@ __device__ __forceinline__ void score_tile(const void* q, const void* by_head, c
                                            void* weights, void* magnitudes) {
   constexpr int kWords = kWidth / 32, kStep = 64 * kWarpgroups, kGroup = kGroupOf<kQueries>;
   constexpr int kColumns = kGroup * kHeads;
+  static_assert(kWidth <= 128, "a lane's quarter of a key has one scale");
+  static_assert(kHeads % 16 == 0, "heads are summed sixteen at a time");
+  static_assert(kPerBlock % 2 == 0 && kListed % 2 == 0, "a lane has two keys side by side");
   uint2* const magnitude_table = static_cast<uint2*>(magnitudes);
   make_table(magnitude_table);
   Queries<kHeads, kWidth, kQueries>::load(

@@ -2,10 +2,10 @@
 
 A block keeps up to 32,768 scores in registers, two a word, and searches for the k-th best by
 counting how many are at least some number: comparing two scores and adding to two counts are one
-instruction each, and a handful of counts find it among the 65,536 numbers of bfloat16. No score is ever written, nothing is sorted,
-and no atomics are waited for. A longer row goes through in parts: the best k so far stay in front
-of the next part, whose columns are all higher. Only integers decide, so the order of threads does
-not show.
+instruction each, and some seven counts find it among the 65,536 numbers of bfloat16. Nothing is
+sorted, and there are no atomics. A longer row goes through in parts: the best k so far stay in
+front of the next part, whose columns are all higher. Only integers decide, so the order of threads
+does not show.
 
 A warp owns neighbouring columns, so chosen columns come out in ascending order once every warp
 knows how many the warps before it have. Read next: `top_entries.py`.
@@ -21,7 +21,7 @@ constexpr int kVector = 8, kWords = kVector / 2;          // scores of 16 bytes,
 constexpr int kSteps = 8;                                 // vectors of one thread
 constexpr int kOfWarp = 32 * kVector;                     // columns of one step
 constexpr int kCapacity = kWarps * kOfWarp * kSteps;      // of a block
-constexpr int kLowest = 0x7F, kHighest = 0xFF81;          // ranks: of minus infinity, above infinity
+constexpr int kLowest = 0x7F;                             // the rank of minus infinity
 constexpr unsigned kNan = 0x7FFF7FFFu;                    // not there: never as good as anything
 
 // The number of a rank, twice. Both zeros are equal.
@@ -190,7 +190,7 @@ __device__ __forceinline__ void keep(const unsigned (&words)[kSteps][kWords], co
   }
 }
 
-// Write the columns of a row's k best scores, ascending; -1 where there are no more. With kKeepsLast
+// Write the columns of a row's best scores, ascending; -1 where there are no more. With kKeepsLast
 // the last of its `limit` columns is always one of them.
 template <int kBest, bool kKeepsLast>
 __device__ __forceinline__ void select_row(const void* scores, int limit, int* chosen,
