@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from gpu_timing import Call, Ceilings, Table, finish, median_ms, start
+from gpu_timing import Table, finish, start
 from torch import Tensor
 
+from mdi_exec.engine.device_timing import Call, Ceilings, median_ms
 from mdi_exec.numerics import Numerics
 from mdi_exec.ops.index_scores import Listed, PagedRows, score_entries
 from mdi_exec.ops.quantise import round_fp4
