@@ -6,6 +6,7 @@ import torch
 from mdi_exec.numerics import Numerics
 from mdi_exec.ops.index_scores import Listed, PagedRows, score_entries, score_entries_ref
 from mdi_exec.ops.quantise import round_fp4
+from mdi_exec.ops.step_rows import listed_columns
 from mdi_exec.ops.row_pool import RowPool, key_format, store_rows
 from tests.gpu.marks import gpu
 from tests.gpu.vectors import assert_bits, normal
@@ -52,7 +53,7 @@ def case(shape, lengths, rows_each, per_block):
 def compare(q, weights, pool, paged, columns, listed=None):
     found = score_entries(q, weights, pool, paged, columns, listed)
     exact = score_entries_ref(q.float(), weights.float(), pool, paged, columns, listed)
-    limit = paged.visible if listed is None else listed.num_columns(paged.visible)
+    limit = paged.visible if listed is None else listed.limit
     is_valid = torch.arange(columns, device="cuda") < limit.unsqueeze(1)
     error = (found.float() - exact).masked_fill(~is_valid, 0).abs()
     size = exact.masked_fill(~is_valid, 0).abs()
@@ -87,7 +88,7 @@ def test_listed_blocks(name, shape):
         others = torch.randperm(max(newest, 0), generator=generator)[: most - 1]
         kept = torch.cat((others, torch.tensor([newest]))).sort().values
         ids[row, : len(kept)] = kept
-    listed = Listed(ids.cuda(), 8)
+    listed = Listed(ids.cuda(), 8, listed_columns(paged.visible, 8, most))
     compare(q, weights, pool, paged, most * 8, listed)
 
 

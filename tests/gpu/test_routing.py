@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from mdi_exec.ops.gemm import Partial
 from mdi_exec.ops.kernels import routing as kernels
-from mdi_exec.ops.routing import combine_ref, group_rows_ref, route_ref
+from mdi_exec.ops.routing import combine_ref, group_rows_ref, route_ref, sorted_tokens_ref
 from tests.gpu.marks import gpu
 from tests.gpu.strictness import poisoned, unawaited
 
@@ -23,8 +24,8 @@ def logits_of(num_tokens, num_experts, seed=0):
 
 def compare_routes(logits, bias, k):
     with poisoned():
-        experts, weights = kernels.route(logits, bias, k, 1.5)
-    expected, expected_weights = route_ref(logits, bias, k, 1.5)
+        experts, weights = kernels.route(Partial.of(logits), bias, k, 1.5)
+    expected, expected_weights = route_ref(Partial.of(logits), bias, k, 1.5)
     assert experts.dtype == torch.int32
     assert torch.equal(experts, expected)
     torch.testing.assert_close(weights, expected_weights, rtol=WEIGHT_RTOL, atol=0)
@@ -49,11 +50,19 @@ def test_route_of_extreme_logits():
     compare_routes(torch.stack([logits, logits.flip(0)]), torch.zeros(8, device="cuda"), 8)
 
 
+def test_parts_of_logits_are_added_in_order():
+    parts = logits_of(8 * 30, 384).view(8, 30, 384)
+    product, bias = Partial(parts, torch.float32), logits_of(1, 384, 1)[0]
+    expected = kernels.route(Partial.of(product.total()), bias, 6, 1.5)
+    for mine, theirs in zip(kernels.route(product, bias, 6, 1.5), expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_a_token_is_routed_alike_in_any_batch():
     logits, bias = logits_of(130, 384), logits_of(1, 384, 1)[0]
-    together = kernels.route(logits, bias, 6, 1.5)
+    together = kernels.route(Partial.of(logits), bias, 6, 1.5)
     for token in (0, 1, 64, 129):
-        alone = kernels.route(logits[token : token + 1], bias, 6, 1.5)
+        alone = kernels.route(Partial.of(logits[token : token + 1]), bias, 6, 1.5)
         assert all(torch.equal(a[0], t[token]) for a, t in zip(alone, together, strict=True))
 
 
@@ -104,11 +113,21 @@ def test_nothing_waits_for_the_device():
     logits, bias = logits_of(40, 384), torch.zeros(384, device="cuda")
     rows = torch.zeros(240, 5120, dtype=torch.bfloat16, device="cuda")
     for _ in range(2):  # the first turn compiles
-        experts, _ = kernels.route(logits, bias, 6, 1.5)
+        experts, _ = kernels.route(Partial.of(logits), bias, 6, 1.5)
         groups = kernels.group_rows(experts, 384, 64)
         kernels.combine(rows, groups.position, rows[:40])
     with unawaited():
-        experts, _ = kernels.route(logits, bias, 6, 1.5)
+        experts, _ = kernels.route(Partial.of(logits), bias, 6, 1.5)
         groups = kernels.group_rows(experts, 384, 64)
         kernels.combine(rows, groups.position, rows[:40])
         group_rows_ref(experts, 384, 64)
+
+
+@pytest.mark.parametrize("width", [5120, 128])
+@pytest.mark.parametrize("rows", [1, 3, 129])
+def test_sorted_tokens(width, rows):
+    x = logits_of(rows, width).to(torch.bfloat16)
+    order = torch.randperm(6 * rows, device="cuda").to(torch.int32)
+    with poisoned():
+        found = kernels.sorted_tokens(x, order, 6)
+    assert torch.equal(found, sorted_tokens_ref(x, order, 6))

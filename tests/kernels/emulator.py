@@ -71,10 +71,16 @@ def grid_of(program: Any, sizes: dict[Any, int]) -> tuple[int, int]:
     return extents["blockIdx.x"], extents["blockIdx.y"]
 
 
-def bound(buffers: list[Any], tensors: tuple[Tensor, ...]) -> dict[Any, int]:
-    """Check tensors against a program's parameters as a launch does; return its dynamic sizes."""
+def bound(buffers: list[Any], tensors: tuple[Any, ...]) -> dict[Any, int]:
+    """Check arguments against a program's parameters as a launch does; return its dynamic sizes.
+
+    A number's parameter is a variable, not a buffer.
+    """
     sizes: dict[Any, int] = {}
     for buffer, tensor in zip(buffers, tensors, strict=True):
+        if isinstance(buffer, tirx.Var):
+            sizes[buffer] = tensor
+            continue
         what = f"{buffer.name} {buffer.shape} {buffer.dtype}: {tensor.shape} {tensor.dtype}"
         assert tensor.is_contiguous(), what
         assert str(tensor.dtype) == f"torch.{buffer.dtype}", what
@@ -125,13 +131,14 @@ class Emulator:
         self._compile("-shared", f"{stem}.cpp", "-o", f"{stem}.so")
         run = ctypes.CDLL(str(self.folder / f"{stem}.so")).launch
         run.restype = ctypes.c_bool
-        buffers = [program.buffer_map[parameter] for parameter in program.params]
+        buffers = [program.buffer_map.get(p, p) for p in program.params]
 
-        def launch(*tensors: Tensor) -> None:
+        def launch(*tensors: Any) -> None:
             sizes = bound(buffers, tensors)
             values: dict[str, Any] = {variable.name: n for variable, n in sizes.items()}
             for buffer, tensor in zip(buffers, tensors, strict=True):
-                values[buffer.name] = ctypes.c_void_p(tensor.data_ptr())
+                if isinstance(tensor, Tensor):
+                    values[buffer.name] = ctypes.c_void_p(tensor.data_ptr())
             # Names that C++ knows already (cos) carry a number in the source.
             arguments = [values[n if n in values else re.sub(r"_\d+$", "", n)] for n in names]
             assert run(*grid_of(program, sizes), *arguments), f"threads of {name} are in deadlock"

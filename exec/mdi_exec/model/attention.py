@@ -50,7 +50,7 @@ class Attention:
 
     def __call__(self, a_in: Tensor, x: Quantised | Tensor, ctx: StepContext) -> Tensor:
         """Return the sublayer's output [T, D] for its normed input a_in [T, D]; x is it rounded."""
-        _, qr = self.q_norm.rounded(self.wq_a(x))
+        qr = self.q_norm.rounded(self.wq_a.partial(x))
         rotation = ctx.rotation(self.plan.ratio)
         q = rotate(torch.unflatten(self.wq_b(qr), 1, self.head_shape), rotation)
         if self.indexer is not None:

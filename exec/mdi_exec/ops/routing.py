@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mdi_exec.ops.backend import select
 from mdi_exec.ops.elementwise import everywhere
+from mdi_exec.ops.gemm import Partial
 
 WEIGHT_EPS = 1e-20
 NO_EXPERT = -1  # the expert of a tile that is not needed
@@ -43,8 +44,8 @@ def max_tiles(num_rows: int, num_experts: int, tile: int) -> int:
     return min(num_experts, num_rows) + num_rows // tile
 
 
-def route_ref(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
-    scores = everywhere(torch.nn.functional.softplus, logits).sqrt()
+def route_ref(logits: Partial, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+    scores = everywhere(torch.nn.functional.softplus, logits.total()).sqrt()
     chosen = torch.sort(scores + bias, dim=1, descending=True, stable=True).indices[:, :k]
     weights = scores.gather(1, chosen)
     weights = weights / (weights.sum(dim=1, keepdim=True) + WEIGHT_EPS) * scale
@@ -52,14 +53,14 @@ def route_ref(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tenso
     return experts.to(torch.int32), weights.gather(1, order)
 
 
-def route(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+def route(logits: Partial, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
     """Choose k experts a token: experts int32 [T, k], ascending, and their weights float32 [T, k].
 
-    logits float32 [T, E]; bias float32 [E] or, one for each token, [T, E]. Experts are chosen by
+    logits [T, E] count unrounded; bias float32 [E] or, one for each token, [T, E]. Experts are chosen by
     sqrt(softplus(logit)) + bias, equal ones by the lower id, and weighted without the bias: a
     token's weights add up to `scale`.
     """
-    run = select(logits, ref=route_ref, kernel="routing.route", dtypes=(torch.float32,))
+    run = select(logits.parts, ref=route_ref, kernel="routing.route", dtypes=(torch.float32,))
     return run(logits, bias, k, scale)
 
 
@@ -111,6 +112,16 @@ def group_own_rows(experts: Tensor, num_experts: int, tile: int) -> RowGroups:
         tile_expert=groups.tile_expert.where(is_own, NO_EXPERT),
         tile_start=groups.tile_start.where(is_own, 0),
     )
+
+
+def sorted_tokens_ref(x: Tensor, order: Tensor, k: int) -> Tensor:
+    return x[order // k]
+
+
+def sorted_tokens(x: Tensor, order: Tensor, k: int) -> Tensor:
+    """Return the token x [T, D] of every sorted row, [T * k, D]; order int32 as in `RowGroups`."""
+    run = select(x, ref=sorted_tokens_ref, kernel="routing.sorted_tokens")
+    return run(x, order, k)
 
 
 def combine_ref(routed: Tensor, position: Tensor, shared: Tensor) -> Tensor:

@@ -203,14 +203,14 @@ def score_entries(
     queries = 1 if pages.one_per_seq or listed is not None else QUERIES
     start, end = _tiles(pages, queries)
     ids = pages.block_tables.new_empty(num_rows, 1) if listed is None else listed.ids
-    limit = pages.visible if listed is None else listed.num_columns(pages.visible)
+    limit = pages.visible if listed is None else listed.limit
     splits = min(-(-WANTED_BLOCKS // start.shape[0]), -(-columns // (KEYS * WARPGROUPS)))
     run = compiled(
         index_scores_program, heads, width, queries, pages.per_block,
         0 if listed is None else listed.size, WARPGROUPS, has_known_registers(),
     )  # fmt: skip
     run(q, head_weights, keys.codes, keys.scales, start, end, pages.seq,
-        limit.to(torch.int32), pages.block_tables, ids, scores, splits)  # fmt: skip
+        limit, pages.block_tables, ids, scores, splits)  # fmt: skip
     return scores
 
 

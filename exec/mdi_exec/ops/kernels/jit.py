@@ -26,6 +26,9 @@ from mdi_shared.errors import ConfigError
 os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
 
 import tilelang
+import tilelang.language as T
+from tilelang import tvm  # also puts TileLang's own tvm on the import path
+from tvm import tirx
 
 logging.getLogger("tilelang").setLevel(logging.WARNING)
 
@@ -75,6 +78,7 @@ _BY_HAND = {
 def by_hand(*aspects: str) -> Callable[[F], F]:
     """Mark a builder whose program sees to some aspects itself; the compiler leaves them alone.
 
+    "start": the program waits for the one before it where it needs its results, not at once.
     "bounds": no index is ever out of bounds; a check around every gather costs more than the
     gather. "barriers": warpgroups with roles of their own wait for each other by hand; a barrier
     put into one role's branch would wait for threads that never come.
@@ -92,13 +96,37 @@ def compile_for(architecture: str, sample: Sample) -> Any:
 
     The kernel has its builder's name, which is what profilers show.
     """
-    options = {_BY_HAND[aspect]: True for aspect in getattr(sample.builder, "by_hand", ())}
+    aspects = getattr(sample.builder, "by_hand", ())
+    options = {_BY_HAND[aspect]: True for aspect in aspects if aspect in _BY_HAND}
     program = sample.builder(*sample.args)
+    if "start" not in aspects:
+        program = started_early(program)
     return tilelang.compile(
         program.with_attr("global_symbol", sample.builder.__name__),
         target={"kind": "cuda", "arch": architecture},
         pass_configs=options,
     )
+
+
+def started_early(program: Any) -> Any:
+    """Let a program be launched while the one before it still runs, and the next one likewise.
+
+    Its blocks come up, and then wait until all that was launched before is done and written:
+    programmatic dependent launch, which takes the time between two small kernels. A program
+    launched the usual way waits for its predecessors as ever.
+    """
+
+    def begin(block: Any) -> Any:
+        if block.name_hint != "tilelang_root":
+            return None
+        start = [tirx.Evaluate(T.pdl_trigger()), tirx.Evaluate(T.pdl_sync())]
+        body = tirx.SeqStmt([*start, block.body])
+        return tirx.SBlock(block.iter_vars, block.reads, block.writes, block.name_hint, body,
+                           block.init, block.alloc_buffers, block.match_buffers,
+                           block.annotations)  # fmt: skip
+
+    changed = tirx.stmt_functor.ir_transform(program.body, None, begin, ["tirx.SBlock"])
+    return program.with_body(changed)
 
 
 def compiled(builder: Callable[..., Any], *args: Any) -> Any:

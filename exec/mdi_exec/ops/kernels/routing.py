@@ -9,6 +9,7 @@ import tilelang.language as T
 import torch
 from torch import Tensor
 
+from mdi_exec.ops.gemm import Partial
 from mdi_exec.ops.kernels.jit import Sample, compiled
 from mdi_exec.ops.kernels.lanes import WARP
 from mdi_exec.ops.routing import NO_EXPERT, WEIGHT_EPS, RowGroups, max_tiles
@@ -23,14 +24,14 @@ STEP = WARP * LOADS  # rows a warp takes at a time
 VECTOR = 8  # bfloat16 values of a 16-byte access
 
 
-def route_program(num_experts: int, k: int, scale: float):
+def route_program(num_experts: int, k: int, scale: float, parts: int):
     """Give each token a warp, which takes the best expert k times over."""
     tokens, bias_rows = T.dynamic("tokens"), T.dynamic("bias_rows")
     per_lane = -(-num_experts // WARP)
 
     @T.prim_func
     def main(
-        logits: T.Tensor((tokens, num_experts), "float32"),
+        logits: T.Tensor((parts, tokens, num_experts), "float32"),
         bias: T.Tensor((bias_rows, num_experts), "float32"),
         experts: T.Tensor((tokens, k), "int32"),
         weights: T.Tensor((tokens, k), "float32"),
@@ -90,27 +91,30 @@ def route_program(num_experts: int, k: int, scale: float):
 @T.macro
 def _score_experts(logits, bias, token, lane, scores, biased):
     """Compute this lane's experts' scores; minus infinity, biased, for those beyond the last."""
+    x = T.alloc_local((1,), "float32")
     for i in T.unroll(scores.shape[0]):
         scores[i] = 0.0
         biased[i] = -T.infinity("float32")
-        if i * WARP + lane < logits.shape[1]:
-            x = logits[token, i * WARP + lane]
-            soft = T.if_then_else(x > LINEAR_FROM, x, T.log1p(T.exp(x)))
+        if i * WARP + lane < logits.shape[2]:
+            x[0] = logits[0, token, i * WARP + lane]
+            for part in T.unroll(1, logits.shape[0]):
+                x[0] = x[0] + logits[part, token, i * WARP + lane]
+            soft = T.if_then_else(x[0] > LINEAR_FROM, x[0], T.log1p(T.exp(x[0])))
             scores[i] = T.sqrt(soft)
             biased[i] = scores[i] + bias[T.min(token, bias.shape[0] - 1), i * WARP + lane]
             # No number: still an expert, so that what follows stays in bounds.
             biased[i] = T.max(biased[i], LOWEST)
 
 
-def route(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+def route(logits: Partial, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
     """Launch `route_program`; see `ops.routing.route`."""
-    num_tokens, num_experts = logits.shape
-    experts = torch.empty((num_tokens, k), dtype=torch.int32, device=logits.device)
-    weights = torch.empty((num_tokens, k), dtype=torch.float32, device=logits.device)
+    parts, num_tokens, num_experts = logits.parts.shape
+    experts = torch.empty((num_tokens, k), dtype=torch.int32, device=bias.device)
+    weights = torch.empty((num_tokens, k), dtype=torch.float32, device=bias.device)
     if num_tokens:
         bias = bias.to(torch.float32).reshape(-1, num_experts).contiguous()
-        program = compiled(route_program, num_experts, k, scale)
-        program(logits.contiguous(), bias, experts, weights)
+        program = compiled(route_program, num_experts, k, scale, parts)
+        program(logits.parts.contiguous(), bias, experts, weights)
     return experts, weights
 
 
@@ -266,6 +270,39 @@ def group_rows(experts: Tensor, num_experts: int, tile: int) -> RowGroups:
     return groups
 
 
+def sorted_tokens_program(width: int, k: int):
+    """Copy the token of every sorted row; a block a row."""
+    assert width % VECTOR == 0, f"rows of {width} values do not consist of 16-byte vectors"
+    tokens, num_rows = T.dynamic("tokens"), T.dynamic("num_rows")
+    vectors = width // VECTOR
+    threads = min(128, -(-vectors // WARP) * WARP)
+
+    @T.prim_func
+    def main(
+        x: T.Tensor((tokens, width), "bfloat16"),
+        order: T.Tensor((num_rows,), "int32"),
+        out: T.Tensor((num_rows, width), "bfloat16"),
+    ):
+        with T.Kernel(num_rows, threads=threads) as row:
+            token = T.alloc_var("int32")
+            token = order[row] // k
+            for i in T.unroll(-(-vectors // threads)):
+                vector = i * threads + T.get_thread_binding()
+                if vector < vectors:
+                    for j in T.vectorized(VECTOR):
+                        out[row, vector * VECTOR + j] = x[token, vector * VECTOR + j]
+
+    return main
+
+
+def sorted_tokens(x: Tensor, order: Tensor, k: int) -> Tensor:
+    """Launch `sorted_tokens_program`; see `ops.routing.sorted_tokens`."""
+    out = x.new_empty(len(order), x.shape[1])
+    if len(order):
+        compiled(sorted_tokens_program, x.shape[1], k)(x.contiguous(), order, out)
+    return out
+
+
 def combine_program(width: int, k: int):
     """Give each token a block; a thread adds up 8 neighbouring columns at a time."""
     assert width % VECTOR == 0, f"rows of {width} values do not consist of 16-byte vectors"
@@ -316,11 +353,13 @@ def combine(routed: Tensor, position: Tensor, shared: Tensor) -> Tensor:
 
 
 SAMPLES = (
-    Sample(route_program, (384, 6, 1.5)),
-    Sample(route_program, (128, 3, 1.5)),
-    Sample(route_program, (16, 3, 1.5)),
+    Sample(route_program, (384, 6, 1.5, 8)),
+    Sample(route_program, (128, 3, 1.5, 1)),
+    Sample(route_program, (16, 3, 1.5, 1)),
     Sample(group_rows_program, (384, 64)),
     Sample(group_rows_program, (16, 16)),
+    Sample(sorted_tokens_program, (5120, 6)),
+    Sample(sorted_tokens_program, (128, 3)),
     Sample(combine_program, (5120, 6)),
     Sample(combine_program, (128, 3)),
 )
