@@ -113,6 +113,8 @@ def test_rotation(rows, shape, inverse):
     x, rotation = rope.case(rows, *shape)
     expected = rope.rotate_ref(x, rotation, inverse)
     vectors.assert_bits(rope.kernels.rotate(x, rotation, inverse), expected)
+    if shape[0] is not None:
+        rope.test_rotated_and_rounded_is_both_in_turn((32, 128, 64), rows)
 
 
 @pytest.mark.parametrize(("make", "width", "rotated"), norm_store.CASES)
@@ -138,6 +140,7 @@ def test_hyper_connections(rows, width):
     hyper_connections.test_read_is_exact(width, rows)
     hyper_connections.test_write_is_exact(width, rows)
     hyper_connections.test_fused_read_and_norm_is_both_in_turn(width, rows)
+    hyper_connections.test_fused_write_and_read_is_both_in_turn(width, rows)
 
 
 @rows_of_each

@@ -17,8 +17,8 @@ from mdi_exec.model.weights import Weights
 from mdi_exec.ops.backend import runs_kernels
 from mdi_exec.ops.gemm import add_parts
 from mdi_exec.ops.index_scores import Listed, PagedRows, score_entries
-from mdi_exec.ops.quantise import Quantised, round_fp4
-from mdi_exec.ops.rope import rotate
+from mdi_exec.ops.quantise import Quantised
+from mdi_exec.ops.rope import rotate_round
 from mdi_exec.ops.top_entries import candidate_blocks, top_visible
 
 # Rows are scored in blocks that bound what is held at once: scores on a GPU; references also gather
@@ -72,8 +72,7 @@ class Indexer:
     def queries(self, qr: Quantised | Tensor, ctx: StepContext) -> Tensor:
         """Return rounded index queries [T, H, d]."""
         q = torch.unflatten(self.wq_b(qr), 1, self.head_shape)
-        q = rotate(q, ctx.rotation(self.plan.ratio))
-        return q if q.dtype == torch.float32 else round_fp4(q)
+        return rotate_round(q, ctx.rotation(self.plan.ratio))
 
     def head_weights(self, a_in: Tensor) -> Tensor:
         """Return scaled head weights [T, H]; they may be negative."""

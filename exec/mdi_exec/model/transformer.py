@@ -24,7 +24,7 @@ from mdi_exec.model.rope import RopeTables
 from mdi_exec.model.step_context import StepContext
 from mdi_exec.model.weights import Weights
 from mdi_exec.numerics import Numerics
-from mdi_exec.ops.hyper_connections import hc_read, hc_read_norm, hc_write
+from mdi_exec.ops.hyper_connections import hc_read, hc_read_norm, hc_write, hc_write_read
 from mdi_exec.ops.quantise import Quantised
 from mdi_exec.ranks.exchange import NO_EXCHANGE, ExpertExchange, StepRows
 
@@ -65,10 +65,9 @@ class Layer:
         """Run the layer; its entries must be stored already (docs/model.md)."""
         coefficients = self.hc_attn(streams.x)
         a_in, rounded = self.read(streams.x, streams.read, self.attn_norm)
-        x = hc_write(streams.x, self.attention(a_in, rounded, ctx), coefficients)
-        read = coefficients.read
+        out, norm = self.attention(a_in, rounded, ctx), self.ffn_norm
+        x, f_in, rounded = hc_write_read(streams.x, out, coefficients, norm.weight, norm.eps)
         coefficients = self.hc_ffn(x)
-        f_in, rounded = self.read(x, read, self.ffn_norm)
         x = hc_write(x, self.moe(f_in, rounded, ctx), coefficients)
         return Streams(x, coefficients.read)
 

@@ -13,22 +13,10 @@ from mdi_exec.ops.kernels.jit import Sample, compiled
 from mdi_exec.ops.kernels.lanes import CHUNK, require_multiple, row_chunks, row_threads
 from mdi_exec.ops.kernels.norm import DTYPE_NAMES, norm_of_sum, scale_chunk
 from mdi_exec.ops.kernels.quantise import FP4, FP4_E4M3, FP8, code_bytes, encode, group_of
-from mdi_exec.ops.kernels.rope import PAIRS, turn
+from mdi_exec.ops.kernels.rope import rotate_chunk
 from mdi_exec.ops.kernels.row_pool import form_of
 from mdi_exec.ops.rope import Rotation
 from mdi_exec.ops.row_pool import RowPool
-
-
-@T.macro
-def _rotate_chunk(cos, sin, row, pair, values):
-    """Rotate 8 bfloat16 values, the first of which belongs to rotation `pair`."""
-    cosines = T.alloc_local((PAIRS,), "float32")
-    sines = T.alloc_local((PAIRS,), "float32")
-    for i in T.vectorized(PAIRS):
-        cosines[i] = cos[row, pair + i]
-    for i in T.vectorized(PAIRS):
-        sines[i] = sin[row, pair + i]
-    turn(values, cosines, sines, False)
 
 
 def norm_store_rows(form, width, rotated, parts, eps, weight_dtype):
@@ -70,7 +58,7 @@ def norm_store_rows(form, width, rotated, parts, eps, weight_dtype):
                     for i in T.vectorized(CHUNK):
                         out[row, column + i] = normed[i]
                     if column >= width - rotated:
-                        _rotate_chunk(cos, sin, row, (column - width + rotated) // 2, normed)
+                        rotate_chunk(cos, sin, row, (column - width + rotated) // 2, normed)
                 for i in T.vectorized(CHUNK):
                     values[i] = T.cast(normed[i], "float32")
                 encode(form, values, stored, scale_byte)  # all threads: lanes exchange maxima
