@@ -63,12 +63,17 @@ class Layer:
 
     def __call__(self, streams: Streams, ctx: StepContext) -> Streams:
         """Run the layer; its entries must be stored already (docs/model.md)."""
-        coefficients = self.hc_attn(streams.x)
+        with ctx.aside:
+            coefficients = self.hc_attn(streams.x)
         a_in, rounded = self.read(streams.x, streams.read, self.attn_norm)
         out, norm = self.attention(a_in, rounded, ctx), self.ffn_norm
+        ctx.aside.join()
         x, f_in, rounded = hc_write_read(streams.x, out, coefficients, norm.weight, norm.eps)
-        coefficients = self.hc_ffn(x)
-        x = hc_write(x, self.moe(f_in, rounded, ctx), coefficients)
+        with ctx.aside:
+            coefficients = self.hc_ffn(x)
+        out = self.moe(f_in, rounded, ctx)
+        ctx.aside.join()
+        x = hc_write(x, out, coefficients)
         return Streams(x, coefficients.read)
 
     @staticmethod
