@@ -96,13 +96,13 @@ class TimedLayer:
         self.timer = timer
         self.part = part
 
-    def store_entries(self, streams: Streams, ctx: object) -> None:
+    def store_entries(self, streams: Streams, ctx: object) -> Streams:
         """Begin the layer's part: compressing is its first work."""
         self.timer.mark(self.part)
-        self.layer.store_entries(streams, ctx)  # type: ignore[arg-type]
+        return self.layer.store_entries(streams, ctx)  # type: ignore[arg-type]
 
-    def __call__(self, streams: Streams, ctx: object) -> Streams:
-        out = self.layer(streams, ctx)  # type: ignore[arg-type]
+    def __call__(self, streams: Streams, ctx: object, then: object = None) -> Streams:
+        out = self.layer(streams, ctx, then)  # type: ignore[arg-type]
         self.timer.mark("the rest")
         return out
 

@@ -6,8 +6,8 @@ import torch
 from mdi_exec.numerics import Numerics
 from mdi_exec.ops.index_scores import Listed, PagedRows, score_entries, score_entries_ref
 from mdi_exec.ops.quantise import round_fp4
-from mdi_exec.ops.step_rows import listed_columns
 from mdi_exec.ops.row_pool import RowPool, key_format, store_rows
+from mdi_exec.ops.step_rows import listed_columns
 from tests.gpu.marks import gpu
 from tests.gpu.vectors import assert_bits, normal
 

@@ -56,6 +56,12 @@ def lowered(program: Any) -> str:
     return str(artifact.kernel_source)
 
 
+def valued(extent: Any, sizes: dict[Any, int]) -> int:
+    """Return an extent's value, given those of dynamic sizes."""
+    found = tirx.stmt_functor.substitute(extent, sizes)
+    return int(tvm.arith.Analyzer().simplify(found))
+
+
 def grid_of(program: Any, sizes: dict[Any, int]) -> tuple[int, int]:
     """Return a launch's numbers of blocks along x and y; sizes: values of dynamic sizes."""
     extents = {"blockIdx.x": 1, "blockIdx.y": 1}
@@ -64,8 +70,7 @@ def grid_of(program: Any, sizes: dict[Any, int]) -> tuple[int, int]:
         if isinstance(node, tirx.For) and node.thread_binding is not None:
             tag = node.thread_binding.thread_tag
             if tag in extents:
-                extent = tirx.stmt_functor.substitute(node.extent, sizes)
-                extents[tag] = int(tvm.arith.Analyzer().simplify(extent))
+                extents[tag] = valued(node.extent, sizes)
 
     tirx.stmt_functor.post_order_visit(program.body, visit)
     return extents["blockIdx.x"], extents["blockIdx.y"]
@@ -87,7 +92,8 @@ def bound(buffers: list[Any], tensors: tuple[Any, ...]) -> dict[Any, int]:
         assert len(tensor.shape) == len(buffer.shape), what
         for size, wanted in zip(tensor.shape, buffer.shape, strict=True):
             is_dynamic = isinstance(wanted, tirx.Var)
-            assert size == (sizes.setdefault(wanted, size) if is_dynamic else int(wanted)), what
+            assert size == (sizes.setdefault(wanted, size) if is_dynamic
+                            else valued(wanted, sizes)), what  # fmt: skip
     return sizes
 
 

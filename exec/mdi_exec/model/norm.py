@@ -25,8 +25,6 @@ class RmsNorm:
         """Return a product's norm, rounded for a quantised GEMM."""
         return rms_norm_round_sum(product, self.weight, self.eps)
 
-    def store(
-        self, product: Partial, rotation: Rotation, pool: RowPool, index: Tensor
-    ) -> Tensor:
+    def store(self, product: Partial, rotation: Rotation, pool: RowPool, index: Tensor) -> Tensor:
         """Store a product's norm, rotated, at pool rows `index`; return it as it was before."""
         return norm_store(product, self.weight, self.eps, rotation, pool, index)

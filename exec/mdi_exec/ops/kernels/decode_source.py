@@ -14,6 +14,15 @@ DECODE_SOURCE = r"""
 
 namespace mdi {
 
+// Ask for the first bytes of a block's weight rows, so that they come while others still work.
+template <int kBytes, int kStride>
+__device__ __forceinline__ void prefetch(const void* rows, int count) {
+  for (int row = threadIdx.x; row < count; row += blockDim.x)
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::
+                 "l"(static_cast<const char*>(rows) + static_cast<size_t>(row) * kStride),
+                 "r"(kBytes) : "memory");
+}
+
 __device__ __forceinline__ unsigned times(unsigned pair, unsigned factor) {
   __nv_bfloat162 product = __hmul2(*reinterpret_cast<__nv_bfloat162*>(&pair),
                                    *reinterpret_cast<__nv_bfloat162*>(&factor));

@@ -27,7 +27,6 @@ os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
 
 import tilelang
 import tilelang.language as T
-from tilelang import tvm  # also puts TileLang's own tvm on the import path
 from tvm import tirx
 
 logging.getLogger("tilelang").setLevel(logging.WARNING)

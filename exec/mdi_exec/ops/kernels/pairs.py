@@ -1,7 +1,6 @@
 """Gated averages of pairs of tokens: a block a row, a thread four values at a time."""
 
 import tilelang.language as T
-import torch
 from torch import Tensor
 
 from mdi_exec.ops.gemm import Partial
@@ -47,11 +46,14 @@ def pool_pairs_program(width, parts, length):
         with T.Kernel(rows, threads=THREADS) as row:
             value, gate = T.alloc_local((VECTOR,), "float32"), T.alloc_local((VECTOR,), "float32")
             value_0, gate_0 = (
-                T.alloc_local((VECTOR,), "float32"), T.alloc_local((VECTOR,), "float32"),
+                T.alloc_local((VECTOR,), "float32"),
+                T.alloc_local((VECTOR,), "float32"),
             )
             at, before = T.alloc_var("int64"), T.alloc_var("int64")
             highest, low, high = (
-                T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32"),
+                T.alloc_var("float32"),
+                T.alloc_var("float32"),
+                T.alloc_var("float32"),
             )
             seq, kept = seq_of_row[row], T.alloc_var("int64")
             at = positions[row]

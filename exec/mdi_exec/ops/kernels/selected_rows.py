@@ -43,9 +43,7 @@ def selected_rows_program(top_k, per_block, list_size, staged):
     return selected_rows_kernel
 
 
-def selected_rows(
-    columns: Tensor, pages: PagedRows, listed: Listed | None, staged: bool
-) -> Tensor:
+def selected_rows(columns: Tensor, pages: PagedRows, listed: Listed | None, staged: bool) -> Tensor:
     """Launch `selected_rows_program`; see `ops.index_scores.selected_rows`."""
     out = torch.empty_like(columns)
     if columns.numel():

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from mdi_exec.ops.gemm import QuantisedWeight, num_parts
 from mdi_exec.ops.kernels.decode_source import DECODE_SOURCE
-from mdi_exec.ops.kernels.jit import Sample, compiled, has_known_registers
+from mdi_exec.ops.kernels.jit import Sample, by_hand, compiled, has_known_registers
 from mdi_exec.ops.packing import FP4_BLOCK, block_of
 from mdi_exec.ops.quantise import GROUP
 from mdi_exec.ops.routing import RowGroups
 
 STAGES = {16: 8, 32: 8, 64: 6, 128: 4}  # by rows of a tile: what fits beside a second block
+MOST_AHEAD = 3072  # bytes of a weight row that are asked for before x is there
 FEW_ROWS = 64  # up to here a dense product reads codes; beyond, expanded weights pay
 
 
@@ -57,6 +58,7 @@ def _decoded(words, scales, i, j, step, block, is_fp8):
     return T.cast(T.reinterpret(bits, "float32") * T.reinterpret(scale, "float32"), "bfloat16")
 
 
+@by_hand("start")
 def weight_gemm(n, k, groups, parts, tile, rows_per_cta, stages, warpgroups, in_registers, dtype):
     """out[:, :, g] = x[:, g] times FP8 weight g [n, k]^T; x [rows, groups * k].
 
@@ -67,9 +69,7 @@ def weight_gemm(n, k, groups, parts, tile, rows_per_cta, stages, warpgroups, in_
     rows, block = T.dynamic("rows"), block_of(k)
     scale_rows, cta_scale_rows = -(-n // GROUP), rows_per_cta // GROUP
     steps, scale_groups, words_of_step = k // block // parts, k // GROUP, block // 4
-    decode = (
-        f"mdi::decode<{rows_per_cta}, {4 * warpgroups}, {block // GROUP}, {scale_groups}>"
-    )
+    decode = f"mdi::decode<{rows_per_cta}, {4 * warpgroups}, {block // GROUP}, {scale_groups}>"
     grid = (T.ceildiv(n, rows_per_cta), T.ceildiv(rows, tile), groups * parts)
 
     @T.prim_func
@@ -85,9 +85,15 @@ def weight_gemm(n, k, groups, parts, tile, rows_per_cta, stages, warpgroups, in_
             tokens = T.alloc_shared((tile, block), "bfloat16")
             factors = T.alloc_shared((cta_scale_rows, scale_groups), "uint8")
             sums = T.alloc_fragment((rows_per_cta, tile), "float32")
-            if in_registers:
-                T.import_source(DECODE_SOURCE)
+            T.import_source(DECODE_SOURCE)
             group, first = z // parts, z % parts * steps
+            T.pdl_trigger()
+            T.call_extern(
+                "handle", f"mdi::prefetch<{min(steps * block, MOST_AHEAD)}, {k}>",
+                T.address_of(words[group, bn * rows_per_cta, first * words_of_step]),
+                T.min(n - bn * rows_per_cta, rows_per_cta),
+            )  # fmt: skip
+            T.pdl_sync()
             T.copy(scales[group, bn * cta_scale_rows, 0], factors)
             T.clear(sums)
             for i in T.Pipelined(steps, num_stages=stages):
