@@ -5,7 +5,7 @@ import torch
 
 from mdi_exec.ops.gemm import Partial
 from mdi_exec.ops.kernels import routing as kernels
-from mdi_exec.ops.routing import combine_ref, group_rows_ref, route_ref, sorted_tokens_ref
+from mdi_exec.ops.routing import combine_ref, group_rows_ref, route_ref
 from tests.gpu.marks import gpu
 from tests.gpu.strictness import poisoned, unawaited
 
@@ -78,9 +78,8 @@ def compare_groups(experts, num_experts, tile):
 @pytest.mark.parametrize(("num_experts", "k", "tile"), [(384, 6, 64), (384, 6, 128), (16, 3, 16)])
 @pytest.mark.parametrize("num_tokens", ROWS)
 def test_group_rows(num_experts, k, tile, num_tokens):
-    experts, _ = route_ref(
-        logits_of(num_tokens, num_experts), torch.zeros(num_experts, device="cuda"), k, 1.0
-    )
+    logits = Partial.of(logits_of(num_tokens, num_experts))
+    experts, _ = route_ref(logits, torch.zeros(num_experts, device="cuda"), k, 1.0)
     compare_groups(experts, num_experts, tile)
     compare_groups(experts.long(), num_experts, tile)
 
@@ -124,10 +123,16 @@ def test_nothing_waits_for_the_device():
 
 
 @pytest.mark.parametrize("width", [5120, 128])
-@pytest.mark.parametrize("rows", [1, 3, 129])
-def test_sorted_tokens(width, rows):
-    x = logits_of(rows, width).to(torch.bfloat16)
-    order = torch.randperm(6 * rows, device="cuda").to(torch.int32)
+@pytest.mark.parametrize("num_tokens", [1, 3, 129, 1000])
+def test_grouped_tokens(width, num_tokens):
+    x = logits_of(num_tokens, width).to(torch.bfloat16)
+    compare_tokens(x, logits_of(num_tokens, 16, 1).topk(3).indices.to(torch.int32))
+
+
+def compare_tokens(x, experts):
     with poisoned():
-        found = kernels.sorted_tokens(x, order, 6)
-    assert torch.equal(found, sorted_tokens_ref(x, order, 6))
+        groups, rows = kernels.group_tokens(x, experts, 16, 16)
+    expected = group_rows_ref(experts, 16, 16)
+    for mine, theirs in zip(groups, expected, strict=True):
+        assert torch.equal(mine, theirs)
+    assert torch.equal(rows, x[expected.order // experts.shape[1]])

@@ -200,6 +200,7 @@ def test_group_rows(rows):
     drawn = torch.randint(num_experts, (rows, 3), generator=torch.Generator().manual_seed(rows))
     for experts in (drawn, torch.full_like(drawn, num_experts - 1)):
         on_gpu_routing.compare_groups(experts, num_experts, tile)
+        on_gpu_routing.compare_tokens(normal(rows, 128).bfloat16(), experts.int())
 
 
 @rows_of_each

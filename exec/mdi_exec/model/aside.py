@@ -21,19 +21,18 @@ class Aside:
         is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         self._stream: torch.cuda.Stream | None = None
         if is_captured and num_rows <= MOST_ROWS:
-            self._stream = torch.cuda.Stream(device)
-        self._scope: torch.cuda.StreamContext | None = None
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._main: torch.cuda.Stream | None = None
 
     def __enter__(self) -> None:
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            self._scope = torch.cuda.stream(self._stream)
-            self._scope.__enter__()
+            self._main = torch.cuda.current_stream()
+            self._stream.wait_stream(self._main)
+            torch.cuda.set_stream(self._stream)
 
     def __exit__(self, *error: object) -> None:
-        if self._scope is not None:
-            self._scope.__exit__(*error)
-            self._scope = None
+        if self._main is not None:
+            torch.cuda.set_stream(self._main)
 
     def join(self) -> None:
         """Let what is launched from now on wait for what was put aside."""

@@ -144,8 +144,8 @@ class Batch:
     token_ids int32 [T], positions [T], seq_of_row [T], starts [n] (first new position), cu_q [n+1]
     (first row), k_len [n], block_tables int32 [n, max_blocks] padded with block 0, slots [n],
     given_len [n] (see `BatchItem`), logit_rows [m], window_from [n] (first position a window may
-    see), is_image bool [T] or None.
-    `one_per_seq`: every sequence has exactly one row. `max_k` bounds the contexts, tokens: the longest one, or for a captured graph the longest there
+    see), is_image bool [T] or None. `one_per_seq`: every sequence has exactly one row.
+    `max_k` bounds the contexts, tokens: the longest one, or for a captured graph the longest there
     may be. `cut` holds the tensors of the batch behind bounded replay's cut, None without one.
     """
 

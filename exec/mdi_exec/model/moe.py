@@ -18,7 +18,7 @@ from mdi_exec.ops.expert_gemm import expert_gemm, tile_rows
 from mdi_exec.ops.folding import FoldedWeight, fold_rows
 from mdi_exec.ops.gemm import quantised_gemm
 from mdi_exec.ops.quantise import Quantised, quantise_activation_ref
-from mdi_exec.ops.routing import combine, group_own_rows, group_rows, route, sorted_tokens
+from mdi_exec.ops.routing import combine, group_tokens, route
 from mdi_exec.ops.swiglu import RowWeights, swiglu_quantise
 
 
@@ -93,13 +93,10 @@ class Moe:
 
         Rows for experts of other ranks come last, and what stands there means nothing.
         """
-        group = group_rows if self.num_ranks == 1 else group_own_rows
         tile = tile_rows(x, experts.numel() // self.num_ranks, self.num_own)
-        groups = group(experts, self.num_own, tile)
+        groups, rows = group_tokens(self._operand(x), experts, self.num_own, tile,
+                                    some_elsewhere=self.num_ranks > 1)  # fmt: skip
         ctx.note_expert_counts(groups.counts)
-        x, k = self._operand(x), weights.shape[1]
-        rows = (x.rows(groups.order // k) if isinstance(x, Quantised)
-                else sorted_tokens(x, groups.order, k))  # fmt: skip
         gate, up = expert_gemm(rows, self.w13, groups, tile).chunk(2, dim=1)
         row_weights = RowWeights(weights.flatten(), groups.order)
         hidden = swiglu_quantise(gate, up, self.limit, row_weights)

@@ -109,8 +109,8 @@ def _written(x: Tensor, out: Tensor, by: HcCoefficients, then: RmsNorm | None) -
     """Write a sublayer's output to streams x, and read them for the next one if it is known."""
     if then is None:
         return Streams(hc_write(x, out, by), by.read)
-    x, *inputs = hc_write_read(x, out, by, then.weight, then.eps)
-    return Streams(x, by.read, SublayerInputs(*inputs))
+    x, normed, rounded = hc_write_read(x, out, by, then.weight, then.eps)
+    return Streams(x, by.read, SublayerInputs(normed, rounded))
 
 
 class Transformer:

@@ -29,7 +29,7 @@ from mdi_exec.ops.quantise import GROUP, Quantised, dequantise, unpack_e2m1
 from mdi_shared.errors import ConfigError
 
 ROW_TILE = {"cpu": 32, "cuda": 128}
-# A product of few outputs has few blocks: kernels sum it in parts of so many inputs, each a block's.
+# A product of few outputs has few blocks: kernels sum it in parts of so many inputs, a block each.
 PART = 640
 WIDE = 4096  # outputs from which there are blocks enough
 # Against a product summed in other blocks than 32: the sums differ in float32's last bits, so a

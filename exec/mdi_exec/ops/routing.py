@@ -14,6 +14,7 @@ from torch import Tensor
 from mdi_exec.ops.backend import select
 from mdi_exec.ops.elementwise import everywhere
 from mdi_exec.ops.gemm import Partial
+from mdi_exec.ops.quantise import Quantised
 
 WEIGHT_EPS = 1e-20
 NO_EXPERT = -1  # the expert of a tile that is not needed
@@ -56,9 +57,9 @@ def route_ref(logits: Partial, bias: Tensor, k: int, scale: float) -> tuple[Tens
 def route(logits: Partial, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
     """Choose k experts a token: experts int32 [T, k], ascending, and their weights float32 [T, k].
 
-    logits [T, E] count unrounded; bias float32 [E] or, one for each token, [T, E]. Experts are chosen by
-    sqrt(softplus(logit)) + bias, equal ones by the lower id, and weighted without the bias: a
-    token's weights add up to `scale`.
+    logits [T, E] count unrounded; bias float32 [E] or, one for each token, [T, E]. Experts are
+    chosen by sqrt(softplus(logit)) + bias, equal ones by the lower id, and weighted without the
+    bias: a token's weights add up to `scale`.
     """
     run = select(logits.parts, ref=route_ref, kernel="routing.route", dtypes=(torch.float32,))
     return run(logits, bias, k, scale)
@@ -98,13 +99,8 @@ def group_rows(experts: Tensor, num_experts: int, tile: int) -> RowGroups:
     return run(experts, num_experts, tile)
 
 
-def group_own_rows(experts: Tensor, num_experts: int, tile: int) -> RowGroups:
-    """Do `group_rows` for a rank that holds `num_experts` of all experts.
-
-    experts [T, k] between 0 and num_experts, the latter standing for those on other ranks. Their
-    rows come last, in no tile and no count: a grouped product leaves their results undefined.
-    """
-    groups = group_rows(experts, num_experts + 1, tile)
+def _own(groups: RowGroups, num_experts: int) -> RowGroups:
+    """Leave the last expert out, who stands for others."""
     is_own = groups.tile_expert < num_experts
     return groups._replace(
         counts=groups.counts[:-1],
@@ -114,14 +110,28 @@ def group_own_rows(experts: Tensor, num_experts: int, tile: int) -> RowGroups:
     )
 
 
-def sorted_tokens_ref(x: Tensor, order: Tensor, k: int) -> Tensor:
-    return x[order // k]
+def group_tokens_ref(
+    x: Quantised | Tensor, experts: Tensor, num_experts: int, tile: int
+) -> tuple[RowGroups, Quantised | Tensor]:
+    groups = group_rows(experts, num_experts, tile)
+    tokens = groups.order // experts.shape[1]
+    return groups, x.rows(tokens) if isinstance(x, Quantised) else x[tokens]
 
 
-def sorted_tokens(x: Tensor, order: Tensor, k: int) -> Tensor:
-    """Return the token x [T, D] of every sorted row, [T * k, D]; order int32 as in `RowGroups`."""
-    run = select(x, ref=sorted_tokens_ref, kernel="routing.sorted_tokens")
-    return run(x, order, k)
+def group_tokens(
+    x: Quantised | Tensor, experts: Tensor, num_experts: int, tile: int, *, some_elsewhere: bool
+) -> tuple[RowGroups, Quantised | Tensor]:
+    """Do `group_rows`, and return the token x [T, D] of every sorted row, [T * k, D].
+
+    With `some_elsewhere` this rank holds `num_experts` of all experts, and that number stands for
+    those on other ranks. Their rows come last, in no tile and no count: a grouped product leaves
+    their results undefined.
+    """
+    run = group_tokens_ref
+    if isinstance(x, Tensor):
+        run = select(x, ref=group_tokens_ref, kernel="routing.group_tokens")
+    groups, rows = run(x, experts, num_experts + some_elsewhere, tile)
+    return (_own(groups, num_experts) if some_elsewhere else groups), rows
 
 
 def combine_ref(routed: Tensor, position: Tensor, shared: Tensor) -> Tensor:

@@ -14,13 +14,14 @@ DECODE_SOURCE = r"""
 
 namespace mdi {
 
-// Ask for the first bytes of a block's weight rows, so that they come while others still work.
+// Ask for kBytes of each of `count` weight rows of kStride bytes, from row `first` and byte `from`
+// on, so that they come while others still work.
 template <int kBytes, int kStride>
-__device__ __forceinline__ void prefetch(const void* rows, int count) {
+__device__ __forceinline__ void prefetch(const void* rows, int first, int count, int from) {
+  const char* begin = static_cast<const char*>(rows) + static_cast<size_t>(first) * kStride + from;
   for (int row = threadIdx.x; row < count; row += blockDim.x)
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::
-                 "l"(static_cast<const char*>(rows) + static_cast<size_t>(row) * kStride),
-                 "r"(kBytes) : "memory");
+                 "l"(begin + row * kStride), "r"(kBytes) : "memory");
 }
 
 __device__ __forceinline__ unsigned times(unsigned pair, unsigned factor) {

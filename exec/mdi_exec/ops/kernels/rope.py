@@ -135,11 +135,8 @@ def rotate(x: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
     return x
 
 
-SAMPLES = (Sample(rotate_round_rows, (32, 128, 64)), Sample(rotate_round_rows, (16, 32, 16))) + tuple(
-    Sample(rotate_rows, (heads, width, rotated, inverse))
-    for heads, width, rotated, inverse in (
-        (64, 512, 64, False), (64, 512, 64, True), (32, 128, 64, False), (1, 512, 64, False),
-        (1, 128, 64, False), (8, 64, 16, False), (8, 64, 16, True), (16, 32, 16, False),
-        (1, 64, 16, False), (1, 32, 16, False),
-    )
-)  # fmt: skip
+SAMPLES = (
+    *(Sample(rotate_rows, (64, 512, 64, inverse)) for inverse in (False, True)),
+    *(Sample(rotate_rows, (8, 64, 16, inverse)) for inverse in (False, True)),
+    *(Sample(rotate_round_rows, shape) for shape in ((32, 128, 64), (16, 32, 16))),
+)

@@ -21,6 +21,7 @@ GROUP_WARPS = 8
 GROUP_THREADS = GROUP_WARPS * WARP
 LOADS = 8  # loads of one lane in flight while rows are grouped
 STEP = WARP * LOADS  # rows a warp takes at a time
+FEW_TOKENS = 64
 VECTOR = 8  # bfloat16 values of a 16-byte access
 
 
@@ -198,11 +199,28 @@ def _cut_tiles(expert, count, row, tile: int, tile_expert, tile_start, first):
     first[0] = first[0] + count
 
 
-def group_rows_program(num_experts: int, tile: int):
+@T.macro
+def _copy_tokens(x, order, first, count, k: int, out):
+    """Copy the tokens of `count` sorted rows from `first` on; the block has placed them."""
+    thread, vectors = T.get_thread_binding(), x.shape[1] // VECTOR
+    for r in T.serial(count):
+        token = order[first + r] // k
+        for i in T.unroll(-(-vectors // GROUP_THREADS)):
+            if i * GROUP_THREADS + thread < vectors:
+                for j in T.vectorized(VECTOR):
+                    out[first + r, (i * GROUP_THREADS + thread) * VECTOR + j] = x[
+                        token, (i * GROUP_THREADS + thread) * VECTOR + j
+                    ]
+
+
+def group_rows_program(num_experts: int, tile: int, width: int, k: int):
     """Give each expert a block, which reads all rows, counts them and places its own.
 
-    A warp owns a stretch of rows, so that ranks inside a stretch need no barrier.
+    A warp owns a stretch of rows, so that ranks inside a stretch need no barrier. Rows are k of
+    each token, whose `width` values are copied, too; 0 = there are none.
     """
+    assert width % VECTOR == 0, f"rows of {width} values do not consist of 16-byte vectors"
+    tokens, num_values = T.dynamic("tokens"), max(width, VECTOR)
     num_rows, num_tiles = T.dynamic("num_rows"), T.dynamic("num_tiles")
 
     @T.prim_func
@@ -215,6 +233,8 @@ def group_rows_program(num_experts: int, tile: int):
         tile_expert: T.Tensor((num_tiles,), "int32"),
         tile_start: T.Tensor((num_tiles,), "int32"),
         queue: T.Tensor((2,), "int32"),
+        x: T.Tensor((tokens, num_values), "bfloat16"),
+        out: T.Tensor((num_rows if width else tokens, num_values), "bfloat16"),
     ):
         with T.Kernel(num_experts, threads=GROUP_THREADS) as expert:
             thread = T.get_thread_binding()
@@ -237,6 +257,9 @@ def group_rows_program(num_experts: int, tile: int):
             if thread == 0:
                 counts[expert] = count
                 offsets[expert] = before[0]
+            if width > 0:
+                T.sync_threads()
+                _copy_tokens(x, order, before[0], count, k, out)
             count = (count + (tile - 1)) // tile
             _cut_tiles(expert, count, before[0], tile, tile_expert, tile_start, tiles)
             if expert == num_experts - 1:
@@ -249,8 +272,10 @@ def group_rows_program(num_experts: int, tile: int):
     return main
 
 
-def group_rows(experts: Tensor, num_experts: int, tile: int) -> RowGroups:
-    """Launch `group_rows_program`; see `ops.routing.group_rows`."""
+def _grouped(
+    experts: Tensor, num_experts: int, tile: int, x: Tensor, out: Tensor, width: int
+) -> RowGroups:
+    """Launch `group_rows_program`."""
     flat = experts.flatten().to(torch.int32)
     num_rows = flat.shape[0]
     num_tiles = max_tiles(num_rows, num_experts, tile)
@@ -266,41 +291,26 @@ def group_rows(experts: Tensor, num_experts: int, tile: int) -> RowGroups:
         for tensor in (groups.counts, groups.offsets, groups.queue):
             tensor.zero_()
         return groups
-    compiled(group_rows_program, num_experts, tile)(flat, *groups)
+    run = compiled(group_rows_program, num_experts, tile, width, experts.shape[1] if width else 1)
+    run(flat, *groups, x, out)
     return groups
 
 
-def sorted_tokens_program(width: int, k: int):
-    """Copy the token of every sorted row; a block a row."""
-    assert width % VECTOR == 0, f"rows of {width} values do not consist of 16-byte vectors"
-    tokens, num_rows = T.dynamic("tokens"), T.dynamic("num_rows")
-    vectors = width // VECTOR
-    threads = min(128, -(-vectors // WARP) * WARP)
-
-    @T.prim_func
-    def main(
-        x: T.Tensor((tokens, width), "bfloat16"),
-        order: T.Tensor((num_rows,), "int32"),
-        out: T.Tensor((num_rows, width), "bfloat16"),
-    ):
-        with T.Kernel(num_rows, threads=threads) as row:
-            token = T.alloc_var("int32")
-            token = order[row] // k
-            for i in T.unroll(-(-vectors // threads)):
-                vector = i * threads + T.get_thread_binding()
-                if vector < vectors:
-                    for j in T.vectorized(VECTOR):
-                        out[row, vector * VECTOR + j] = x[token, vector * VECTOR + j]
-
-    return main
+def group_rows(experts: Tensor, num_experts: int, tile: int) -> RowGroups:
+    """See `ops.routing.group_rows`."""
+    nothing = torch.empty(1, VECTOR, dtype=torch.bfloat16, device=experts.device)
+    return _grouped(experts, num_experts, tile, nothing, nothing, 0)
 
 
-def sorted_tokens(x: Tensor, order: Tensor, k: int) -> Tensor:
-    """Launch `sorted_tokens_program`; see `ops.routing.sorted_tokens`."""
-    out = x.new_empty(len(order), x.shape[1])
-    if len(order):
-        compiled(sorted_tokens_program, x.shape[1], k)(x.contiguous(), order, out)
-    return out
+def group_tokens(
+    x: Tensor, experts: Tensor, num_experts: int, tile: int
+) -> tuple[RowGroups, Tensor]:
+    """See `ops.routing.group_tokens`. An expert's block copies its few tokens, not thousands."""
+    if len(x) > FEW_TOKENS:
+        groups = group_rows(experts, num_experts, tile)
+        return groups, x[groups.order // experts.shape[1]]
+    rows = x.new_empty(experts.numel(), x.shape[1])
+    return _grouped(experts, num_experts, tile, x.contiguous(), rows, x.shape[1]), rows
 
 
 def combine_program(width: int, k: int):
@@ -356,10 +366,9 @@ SAMPLES = (
     Sample(route_program, (384, 6, 1.5, 8)),
     Sample(route_program, (128, 3, 1.5, 1)),
     Sample(route_program, (16, 3, 1.5, 1)),
-    Sample(group_rows_program, (384, 64)),
-    Sample(group_rows_program, (16, 16)),
-    Sample(sorted_tokens_program, (5120, 6)),
-    Sample(sorted_tokens_program, (128, 3)),
+    Sample(group_rows_program, (384, 64, 5120, 6)),
+    Sample(group_rows_program, (384, 64, 0, 1)),
+    Sample(group_rows_program, (16, 16, 128, 3)),
     Sample(combine_program, (5120, 6)),
     Sample(combine_program, (128, 3)),
 )

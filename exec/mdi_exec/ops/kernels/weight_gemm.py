@@ -90,8 +90,8 @@ def weight_gemm(n, k, groups, parts, tile, rows_per_cta, stages, warpgroups, in_
             T.pdl_trigger()
             T.call_extern(
                 "handle", f"mdi::prefetch<{min(steps * block, MOST_AHEAD)}, {k}>",
-                T.address_of(words[group, bn * rows_per_cta, first * words_of_step]),
-                T.min(n - bn * rows_per_cta, rows_per_cta),
+                T.address_of(words[0, 0, 0]), group * n + bn * rows_per_cta,
+                T.min(n - bn * rows_per_cta, rows_per_cta), first * block,
             )  # fmt: skip
             T.pdl_sync()
             T.copy(scales[group, bn * cta_scale_rows, 0], factors)
