@@ -50,14 +50,11 @@ class Attention:
 
     def __call__(self, a_in: Tensor, x: Quantised | Tensor, ctx: StepContext) -> Tensor:
         """Return the sublayer's output [T, D] for its normed input a_in [T, D]; x is it rounded."""
-        with ctx.aside:
-            window = self.window(x, ctx)
         qr = self.q_norm.rounded(self.wq_a.partial(x))
         q = torch.unflatten(self.wq_b(qr), 1, self.head_shape)
         if self.indexer is not None:
             self.indexer(qr, a_in, ctx)
-        ctx.aside.join()
-        return self.output(self.attend(q, window, ctx))
+        return self.output(self.attend(q, self.window(x, ctx), ctx))
 
     def attend(self, q: Tensor, window: RowPool, ctx: StepContext) -> Tensor:
         """Return the outputs [T, H, d] of heads whose queries are not rotated yet."""

@@ -66,14 +66,12 @@ class Moe:
 
     def __call__(self, f_in: Tensor, x: Quantised | Tensor, ctx: StepContext) -> Tensor:
         """Return the sublayer's output [T, D] for its normed input f_in [T, D]; x is it rounded."""
-        with ctx.aside:
-            gate, up = quantised_gemm(x, self.shared_w13).chunk(2, dim=1)
-            shared = self.shared_w2(swiglu_quantise(gate, up, self.limit))
         experts, weights = self.router(f_in, ctx.batch.is_image)
         run = partial(self._run_own, ctx)
         routed, position = ctx.exchange.routed(x, experts, weights, self.num_own, run)
-        ctx.aside.join()
-        return combine(routed, position, shared)
+        gate, up = quantised_gemm(x, self.shared_w13).chunk(2, dim=1)
+        hidden = swiglu_quantise(gate, up, self.limit)
+        return combine(routed, position, self.shared_w2(hidden))
 
     def serve(self, ctx: StepContext, like: Tensor) -> None:
         """Run own experts for other ranks' rows, in a layer where this rank has none itself.

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mdi_exec.model.aside import Aside
 from mdi_exec.model.batch import BLOCK_TOKENS, Batch
 from mdi_exec.model.cache import DeviceCache
 from mdi_exec.model.rope import RopeTables
@@ -51,8 +50,7 @@ class StepContext:
     candidates [T, C]: blocks of entries the candidate source kept, or None. `reads_ring`: rows read
     their window from the slot's ring, once their own keys are there. That needs one row a sequence:
     a longer chunk overwrites what its first rows still see. `expert_counts`, when given, collects
-    each layer's rows per own expert. `exchange` leads to other ranks' experts, `aside` to a
-    second stream.
+    each layer's rows per own expert. `exchange` leads to other ranks' experts.
     Nothing here makes the host wait for the device.
     """
 
@@ -66,7 +64,6 @@ class StepContext:
         self.candidates: Tensor | None = None
         self.expert_counts = expert_counts
         self.exchange = exchange
-        self.aside = Aside(batch.device, batch.num_rows)
         self.reads_ring = batch.one_per_seq
         self.tables = StepTables(*(getattr(batch, name) for name in StepTables._fields))
         layout, config = cache.layout, cache.layout.config

@@ -85,16 +85,12 @@ class Layer:
 
         `then` is the norm by which the streams are read next, if that is known.
         """
-        with ctx.aside:
-            coefficients = self.hc_attn(streams.x)
+        coefficients = self.hc_attn(streams.x)
         out = self.attention(*self.attention_inputs(streams), ctx)
-        ctx.aside.join()
         middle = _written(streams.x, out, coefficients, self.ffn_norm)
         assert middle.inputs is not None
-        with ctx.aside:
-            coefficients = self.hc_ffn(middle.x)
+        coefficients = self.hc_ffn(middle.x)
         out = self.moe(*middle.inputs, ctx)
-        ctx.aside.join()
         return _written(middle.x, out, coefficients, then)
 
     def attention_inputs(self, streams: Streams) -> SublayerInputs:

@@ -14,16 +14,6 @@ DECODE_SOURCE = r"""
 
 namespace mdi {
 
-// Ask for kBytes of each of `count` weight rows of kStride bytes, from row `first` and byte `from`
-// on, so that they come while others still work.
-template <int kBytes, int kStride>
-__device__ __forceinline__ void prefetch(const void* rows, int first, int count, int from) {
-  const char* begin = static_cast<const char*>(rows) + static_cast<size_t>(first) * kStride + from;
-  for (int row = threadIdx.x; row < count; row += blockDim.x)
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::
-                 "l"(begin + row * kStride), "r"(kBytes) : "memory");
-}
-
 __device__ __forceinline__ unsigned times(unsigned pair, unsigned factor) {
   __nv_bfloat162 product = __hmul2(*reinterpret_cast<__nv_bfloat162*>(&pair),
                                    *reinterpret_cast<__nv_bfloat162*>(&factor));

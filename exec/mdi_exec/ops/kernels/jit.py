@@ -77,7 +77,6 @@ _BY_HAND = {
 def by_hand(*aspects: str) -> Callable[[F], F]:
     """Mark a builder whose program sees to some aspects itself; the compiler leaves them alone.
 
-    "start": the program waits for the one before it where it needs its results, not at once.
     "bounds": no index is ever out of bounds; a check around every gather costs more than the
     gather. "barriers": warpgroups with roles of their own wait for each other by hand; a barrier
     put into one role's branch would wait for threads that never come.
@@ -95,11 +94,8 @@ def compile_for(architecture: str, sample: Sample) -> Any:
 
     The kernel has its builder's name, which is what profilers show.
     """
-    aspects = getattr(sample.builder, "by_hand", ())
-    options = {_BY_HAND[aspect]: True for aspect in aspects if aspect in _BY_HAND}
-    program = sample.builder(*sample.args)
-    if "start" not in aspects:
-        program = started_early(program)
+    options = {_BY_HAND[aspect]: True for aspect in getattr(sample.builder, "by_hand", ())}
+    program = started_early(sample.builder(*sample.args))
     return tilelang.compile(
         program.with_attr("global_symbol", sample.builder.__name__),
         target={"kind": "cuda", "arch": architecture},

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from mdi_exec.ops.gemm import QuantisedWeight, num_parts
 from mdi_exec.ops.kernels.decode_source import DECODE_SOURCE
-from mdi_exec.ops.kernels.jit import Sample, by_hand, compiled, has_known_registers
+from mdi_exec.ops.kernels.jit import Sample, compiled, has_known_registers
 from mdi_exec.ops.packing import FP4_BLOCK, block_of
 from mdi_exec.ops.quantise import GROUP
 from mdi_exec.ops.routing import RowGroups
 
 STAGES = {16: 8, 32: 8, 64: 6, 128: 4}  # by rows of a tile: what fits beside a second block
-MOST_AHEAD = 3072  # bytes of a weight row that are asked for before x is there
 FEW_ROWS = 64  # up to here a dense product reads codes; beyond, expanded weights pay
 
 
@@ -58,7 +57,6 @@ def _decoded(words, scales, i, j, step, block, is_fp8):
     return T.cast(T.reinterpret(bits, "float32") * T.reinterpret(scale, "float32"), "bfloat16")
 
 
-@by_hand("start")
 def weight_gemm(n, k, groups, parts, tile, rows_per_cta, stages, warpgroups, in_registers, dtype):
     """out[:, :, g] = x[:, g] times FP8 weight g [n, k]^T; x [rows, groups * k].
 
@@ -85,15 +83,9 @@ def weight_gemm(n, k, groups, parts, tile, rows_per_cta, stages, warpgroups, in_
             tokens = T.alloc_shared((tile, block), "bfloat16")
             factors = T.alloc_shared((cta_scale_rows, scale_groups), "uint8")
             sums = T.alloc_fragment((rows_per_cta, tile), "float32")
-            T.import_source(DECODE_SOURCE)
+            if in_registers:
+                T.import_source(DECODE_SOURCE)
             group, first = z // parts, z % parts * steps
-            T.pdl_trigger()
-            T.call_extern(
-                "handle", f"mdi::prefetch<{min(steps * block, MOST_AHEAD)}, {k}>",
-                T.address_of(words[0, 0, 0]), group * n + bn * rows_per_cta,
-                T.min(n - bn * rows_per_cta, rows_per_cta), first * block,
-            )  # fmt: skip
-            T.pdl_sync()
             T.copy(scales[group, bn * cta_scale_rows, 0], factors)
             T.clear(sums)
             for i in T.Pipelined(steps, num_stages=stages):
