@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mdi_exec.ops.gemm import Partial
+from mdi_exec.ops.kernels import grouping
 from mdi_exec.ops.kernels import routing as kernels
 from mdi_exec.ops.routing import combine_ref, group_rows_ref, route_ref
 from tests.gpu.marks import gpu
@@ -68,7 +69,7 @@ def test_a_token_is_routed_alike_in_any_batch():
 
 def compare_groups(experts, num_experts, tile):
     with poisoned():
-        groups = kernels.group_rows(experts, num_experts, tile)
+        groups = grouping.group_rows(experts, num_experts, tile)
     expected = group_rows_ref(experts, num_experts, tile)
     for name, a, b in zip(groups._fields, groups, expected, strict=True):
         assert a.dtype == torch.int32
@@ -90,7 +91,7 @@ def test_all_rows_may_go_to_one_expert(expert):
 
 
 def test_no_rows():
-    groups = kernels.group_rows(torch.empty((0, 6), dtype=torch.int32, device="cuda"), 384, 64)
+    groups = grouping.group_rows(torch.empty((0, 6), dtype=torch.int32, device="cuda"), 384, 64)
     assert groups.order.numel() == groups.tile_expert.numel() == 0
     assert not groups.counts.any()
     assert not groups.offsets.any()
@@ -113,11 +114,11 @@ def test_nothing_waits_for_the_device():
     rows = torch.zeros(240, 5120, dtype=torch.bfloat16, device="cuda")
     for _ in range(2):  # the first turn compiles
         experts, _ = kernels.route(Partial.of(logits), bias, 6, 1.5)
-        groups = kernels.group_rows(experts, 384, 64)
+        groups = grouping.group_rows(experts, 384, 64)
         kernels.combine(rows, groups.position, rows[:40])
     with unawaited():
         experts, _ = kernels.route(Partial.of(logits), bias, 6, 1.5)
-        groups = kernels.group_rows(experts, 384, 64)
+        groups = grouping.group_rows(experts, 384, 64)
         kernels.combine(rows, groups.position, rows[:40])
         group_rows_ref(experts, 384, 64)
 
@@ -131,7 +132,7 @@ def test_grouped_tokens(width, num_tokens):
 
 def compare_tokens(x, experts):
     with poisoned():
-        groups, rows = kernels.group_tokens(x, experts, 16, 16)
+        groups, rows = grouping.group_tokens(x, experts, 16, 16)
     expected = group_rows_ref(experts, 16, 16)
     for mine, theirs in zip(groups, expected, strict=True):
         assert torch.equal(mine, theirs)

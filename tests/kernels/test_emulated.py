@@ -41,9 +41,9 @@ from tests.kernels.emulator import Emulator, what_is_missing
 
 pytestmark = pytest.mark.skipif(what_is_missing() is not None, reason=what_is_missing() or "")
 
-FAMILIES = ("engram", "folding", "hc_coefficients", "hyper_connections", "norm", "norm_store",
-            "pairs", "quantise", "rope", "routing", "row_pool", "sampler", "selected_rows",
-            "step_rows", "swiglu", "top_entries")  # fmt: skip
+FAMILIES = ("engram", "folding", "grouping", "hc_coefficients", "hyper_connections", "norm",
+            "norm_store", "pairs", "quantise", "rope", "routing", "row_pool", "sampler",
+            "selected_rows", "step_rows", "swiglu", "top_entries")  # fmt: skip
 ROWS = (1, 3, 33)
 rows_of_each = pytest.mark.parametrize("rows", ROWS)
 

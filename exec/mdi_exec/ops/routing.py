@@ -93,7 +93,7 @@ def group_rows(experts: Tensor, num_experts: int, tile: int) -> RowGroups:
     experts int32 or int64 [T, k], each between 0 and num_experts - 1.
     """
     run = select(
-        experts, ref=group_rows_ref, kernel="routing.group_rows",
+        experts, ref=group_rows_ref, kernel="grouping.group_rows",
         dtypes=(torch.int32, torch.int64),
     )  # fmt: skip
     return run(experts, num_experts, tile)
@@ -129,7 +129,7 @@ def group_tokens(
     """
     run = group_tokens_ref
     if isinstance(x, Tensor):
-        run = select(x, ref=group_tokens_ref, kernel="routing.group_tokens")
+        run = select(x, ref=group_tokens_ref, kernel="grouping.group_tokens")
     groups, rows = run(x, experts, num_experts + some_elsewhere, tile)
     return (_own(groups, num_experts) if some_elsewhere else groups), rows
 
