@@ -135,7 +135,7 @@ class Replay:
         if not layer.plan.uses_candidates:
             scores = scores.masked_fill(~is_visible, -torch.inf)
             found["idx.scores"] = scores[:, : ctx.batch.max_k // layer.plan.ratio]
-        found["idx.weights_raw"] = indexer.weights_proj(a_in)
+        found["idx.weights_raw"] = indexer.weights_proj.partial(a_in).rounded()
         rows = self.golden["rows"].long() if len(a_in) == PROMPT else slice(None)
         found["idx.q"] = queries[rows]
         found["idx.topk"] = self.positions(ctx, layer.plan.ratio)

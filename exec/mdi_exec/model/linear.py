@@ -22,13 +22,10 @@ class QLinear:
 
 
 class Linear:
-    """A bfloat16 weight [out, in], promoted to float32; `__call__` keeps x's dtype."""
+    """A bfloat16 weight [out, in], promoted to float32."""
 
     def __init__(self, weights: Weights, name: str, out_width: int, in_width: int) -> None:
         self.weight = weights.tensor(f"{name}.weight", out_width, in_width)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.float32(x).to(x.dtype)
 
     def float32(self, x: Tensor) -> Tensor:
         """Return the unrounded product, float32 [T, out]."""
