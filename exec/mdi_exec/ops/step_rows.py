@@ -4,12 +4,12 @@ Layers read them; none depends on a layer's weights or data. A kernel makes them
 apart they are a hundred launches of a microsecond's work.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mdi_exec.ops.backend import select
 from mdi_exec.ops.elementwise import rounded_once
 from mdi_exec.ops.rope import Rotation
 from mdi_exec.ops.sparse_attention import NO_COLUMN, NONE
@@ -143,7 +143,6 @@ def listed_columns(visible: Tensor, size: int, most: int) -> Tensor:
 
 def step_rows(step: StepTables, shape: StepShape, frequencies: Tensor) -> StepRows:
     """Make a step's row numbers and rotations; frequencies float32 [2, r/2], plain and YaRN."""
-    run: Callable[[StepTables, StepShape, Tensor], StepRows] = step_rows_ref
-    if step.positions.device.type in ("cuda", "meta"):
-        from mdi_exec.ops.kernels.step_rows import step_rows as run
+    run = select(step.positions, ref=step_rows_ref, kernel="step_rows.step_rows",
+                 dtypes=(torch.int64,))  # fmt: skip
     return run(step, shape, frequencies)
