@@ -18,15 +18,14 @@ from mdi_exec.ranks.exchange import (
 )
 from mdi_exec.weights.checkpoint import open_checkpoint
 from mdi_shared.errors import ConfigError
-from tests.exec.conftest import GOLDEN
-from tests.exec.engines import report
+from tests.exec.engines import CHECKPOINT, report
 from tests.exec.ranks import drive, run_ranks
 
 
 def all_ways(token_map, modes):
     """On one rank: logits by numerics and kind, and the bytes each kind sent."""
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    checkpoint = open_checkpoint(GOLDEN / "tiny")
+    checkpoint = open_checkpoint(CHECKPOINT)
     weights = Weights(checkpoint, budget=ExpansionBudget(1e9), shard=ExpertShard(rank, size))
     logits, sent = {}, {}
     for numerics in modes:
@@ -52,13 +51,14 @@ def two_ranks_job(token_map):
     return {**all_ways(token_map, list(Numerics)), "moved": move_bytes()}
 
 
-def test_two_ranks_compute_what_one_does(two_ranks, runners):
-    require_equal_logits(two_ranks, list(Numerics), runners)
+def test_two_ranks_compute_what_one_does(two_ranks, small_runners):
+    require_equal_logits(two_ranks, list(Numerics), small_runners)
 
 
-def test_four_ranks_compute_what_one_does(runners, token_map, tmp_path):
+def test_four_ranks_compute_what_one_does(small_runners, token_map, tmp_path):
     modes = [Numerics.FLOAT32]
-    require_equal_logits(run_ranks(4, all_ways, tmp_path, token_map, modes), modes, runners)
+    found = run_ranks(4, all_ways, tmp_path, token_map, modes)
+    require_equal_logits(found, modes, small_runners)
 
 
 def require_equal_logits(found, modes, runners):

@@ -150,6 +150,7 @@ FUNCTIONS = (torch.exp, torch.sigmoid, torch.nn.functional.silu, torch.nn.functi
 @pytest.mark.parametrize("threads", [1, 2])
 def test_an_element_does_not_feel_its_place(function, threads):
     x = normal(3 * PIECE + 24) * 4
+    usual = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         whole = everywhere(function, x)
@@ -157,7 +158,7 @@ def test_an_element_does_not_feel_its_place(function, threads):
             part = slice(start, start + count)
             assert torch.equal(everywhere(function, x[part]), whole[part]), f"{count} at {start}"
     finally:
-        torch.set_num_threads(1)
+        torch.set_num_threads(usual)
     torch.testing.assert_close(whole, function(x))
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from mdi_exec.model.config import LayerPlan, ModelConfig
 from mdi_exec.model.linear import QLinear
 from mdi_exec.model.norm import RmsNorm
+from mdi_exec.model.ranges import in_range
 from mdi_exec.model.step_context import StepContext
 from mdi_exec.model.weights import Weights
 from mdi_exec.ops.quantise import Quantised
@@ -20,6 +21,7 @@ class WindowKv:
         self.wkv = QLinear(weights, "wkv", config.head_dim, config.hidden_size)
         self.norm = RmsNorm(weights, "kv_norm", config.head_dim, config.rms_norm_eps)
 
+    @in_range("window")
     def __call__(self, x: Quantised | Tensor, ctx: StepContext) -> RowPool:
         """Return the pool that `ctx.window_rows` counts in, with the step's keys.
 
