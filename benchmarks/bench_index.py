@@ -25,6 +25,7 @@ from mdi_exec.numerics import Numerics
 from mdi_exec.ops.index_scores import Listed, PagedRows, score_entries
 from mdi_exec.ops.quantise import round_fp4
 from mdi_exec.ops.row_pool import RowPool, key_format, store_rows
+from mdi_exec.ops.step_rows import listed_columns
 from mdi_exec.ops.top_entries import candidate_blocks, top_visible
 
 HEADS, WIDTH, PAGE, LISTED_BLOCK = 32, 128, 128, 8
@@ -51,7 +52,8 @@ class Case(NamedTuple):
         drawn = torch.rand(rows, blocks, device=self.q.device).argsort(dim=1)
         ids = drawn[:, :CANDIDATE_BLOCKS].sort(dim=1).values.to(torch.int32)
         ids[:, -1] = blocks - 1
-        return Listed(ids.contiguous(), LISTED_BLOCK)
+        limit = listed_columns(self.pages.visible, LISTED_BLOCK, ids.shape[1])
+        return Listed(ids.contiguous(), LISTED_BLOCK, limit)
 
     @property
     def key_bytes(self) -> int:
@@ -105,8 +107,7 @@ def measure(case: Case, table: Table, ceiling: Ceilings) -> None:
         "scores of candidates": (partial(score_entries, *case[:4], few, listed),
                                  2.0 * HEADS * WIDTH * few, case.key_bytes * float(few)),
         "top of all": (partial(top_visible, scores, pages.visible, SELECTED), 0.0, 2.0 * entries),
-        "top of candidates": (partial(top_visible, inside, listed.num_columns(pages.visible),
-                                      SELECTED), 0.0, 2.0 * few),
+        "top of candidates": (partial(top_visible, inside, listed.limit, SELECTED), 0.0, 2.0 * few),
         "candidate blocks": (partial(blocks, scores, pages.visible), 0.0, 2.0 * entries),
     }  # fmt: skip
     for op, (call, flops, moved) in calls.items():

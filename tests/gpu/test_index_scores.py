@@ -13,6 +13,7 @@ from mdi_exec.ops.index_scores import (
 )
 from mdi_exec.ops.quantise import round_fp4
 from mdi_exec.ops.row_pool import RowPool, key_format, store_rows
+from mdi_exec.ops.step_rows import listed_columns
 from tests.gpu.marks import gpu
 from tests.gpu.vectors import assert_bits, normal
 
@@ -71,7 +72,7 @@ def compare(q, weights, pool, paged, columns, listed=None, is_exact=True):
     """
     found = score_entries(q, weights, pool, paged, columns, listed)
     wanted = score_entries_ref(q, weights.float(), pool, paged, columns, listed)
-    limit = paged.visible if listed is None else listed.num_columns(paged.visible)
+    limit = paged.visible if listed is None else listed.limit
     is_valid = torch.arange(columns, device="cuda") < limit.unsqueeze(1)
     allowed = wanted.abs() * 2**-8 + 1e-6
     if not is_exact:
@@ -129,7 +130,7 @@ def test_listed_blocks(name, shape):
         others = torch.randperm(max(newest, 0), generator=generator)[: most - 1]
         kept = torch.cat((others, torch.tensor([newest]))).sort().values
         ids[row, : len(kept)] = kept
-    listed = Listed(ids.cuda(), 8)
+    listed = Listed(ids.cuda(), 8, listed_columns(paged.visible, 8, most))
     compare(q, weights, pool, paged, most * 8, listed)
 
 
@@ -152,7 +153,8 @@ def test_a_score_is_the_same_alone_and_listed():
         for row in range(50)
     ]  # fmt: skip
     ids = torch.arange(columns // 8, dtype=torch.int32, device="cuda").expand(50, -1).contiguous()
-    listed = score_entries(q, weights, pool, paged, columns, Listed(ids, 8))
+    every = Listed(ids, 8, listed_columns(paged.visible, 8, ids.shape[1]))
+    listed = score_entries(q, weights, pool, paged, columns, every)
     for row, visible in enumerate(paged.visible.tolist()):
         assert_bits(alone[row][0, :visible], whole[row, :visible])
         assert_bits(listed[row, :visible], whole[row, :visible])

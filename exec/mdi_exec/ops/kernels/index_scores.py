@@ -202,7 +202,7 @@ def score_entries(
     if not num_rows:
         return scores[:, :columns]
     ids = pages.block_tables.new_empty(num_rows, 1) if listed is None else listed.ids
-    limit = pages.visible if listed is None else listed.num_columns(pages.visible)
+    limit = pages.visible if listed is None else listed.limit
     is_known = has_known_registers()
     queries = QUERIES if is_known else PORTABLE_QUERIES
     if pages.one_per_seq or listed is not None:
@@ -214,7 +214,7 @@ def score_entries(
     list_block = 0 if listed is None else listed.size
     run = compiled(program, heads, width, queries, pages.per_block, list_block)
     run(q, head_weights, keys.codes, keys.scales, start, end, pages.seq,
-        limit.to(torch.int32), pages.block_tables, ids, scores, splits)  # fmt: skip
+        limit, pages.block_tables, ids, scores, splits)  # fmt: skip
     return scores[:, :columns]
 
 
