@@ -219,15 +219,11 @@ def score_entries(
 
 
 SAMPLES = tuple(
-    Sample(program, sizes, architectures)
-    for program, architectures in (
-        (index_scores_program, ("sm_90a",)),
-        (portable_scores_program, ("sm_90a", "sm_100a")),
+    Sample(program, (*shape, *tile), architectures)
+    for program, queries, architectures in (
+        (index_scores_program, QUERIES, ("sm_90a",)),
+        (portable_scores_program, PORTABLE_QUERIES, ("sm_90a", "sm_100a")),
     )
-    for sizes in (
-        (32, 128, 16, 64, 0),
-        (32, 128, 1, 128, 8),
-        (16, 32, 16, 64, 0),
-        (16, 32, 1, 128, 8),
-    )
+    for shape in ((32, 128), (16, 32))
+    for tile in ((queries, 64, 0), (1, 128, 8))
 )
