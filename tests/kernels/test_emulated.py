@@ -226,6 +226,15 @@ def test_top_entries(kind, width, k):
     assert torch.equal(blocks, top_entries.candidate_blocks_ref(clean, visible, 8, 8))
 
 
+@pytest.mark.parametrize("kind", ["random", "many ties", "minus infinity"])
+@pytest.mark.parametrize("k", [5, 512])
+def test_top_entries_of_several_parts(kind, k):
+    visible = torch.tensor([70_001, 32_768, 32_769], dtype=torch.int32)
+    scores = on_gpu_top_entries.SCORES[kind](normal(3, 70_001)).bfloat16()
+    chosen = top_entries_kernels.top_visible(scores, visible, k)
+    assert torch.equal(chosen, top_entries.top_visible_ref(scores, visible, k))
+
+
 @pytest.mark.parametrize("kind", ["random", "equal", "ties", "two"])
 def test_sampler(kind):
     vocab = 5000

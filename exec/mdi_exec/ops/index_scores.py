@@ -1,8 +1,8 @@
 """How much each compressed entry matters to a query: the indexer's scores.
 
 `I_j = sum over heads of relu(q_h . k_j) * w_h`. On bfloat16 inputs the reference rounds at each
-step, as the released one does; the kernel keeps float32 inside and rounds the result. Float32
-inputs round nowhere (docs/model.md, 4).
+step, as the released one does; kernels round dot products and the result, and sum over heads in
+float32. Float32 inputs round nowhere (docs/model.md, 4).
 """
 
 from typing import NamedTuple
@@ -13,7 +13,11 @@ from torch import Tensor
 from mdi_exec.ops.backend import select
 from mdi_exec.ops.row_pool import RowPool
 
-# Scores kept in float32 inside select a few other entries than rounded ones do.
+# By how much of both vectors' lengths a dot product may be off before it is rounded: FP8 tensor
+# cores keep 13 bits below the leading one of a sum. Vectors whose groups have much the same scales
+# give exact ones.
+DOT_ERROR = 2.0**-12
+# Sums kept in float32 select a few other entries than rounded ones do.
 TOPK_MIN_OVERLAP = 0.97
 TOPK_MEAN_OVERLAP = 0.998
 
