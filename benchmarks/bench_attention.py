@@ -1,13 +1,11 @@
 """Sparse attention alone: from quantised pools, and over staged keys, with staging beside it.
 
 Each row sees a window of its own and as many entries as it selects: "random" ones, or "near" ones,
-which rows beside one another share for the most part. With --peers, FlashMLA runs beside it where
-it can be imported (as vLLM's wheels carry it): on keys that lie decoded in memory already, and
-with its own order of summation. "all in" adds what staging costs a layer: its window, and its share
-of the entries when 6 layers read them.
+which rows beside one another share for the most part. "all in" adds what staging costs a layer:
+its window, and its share of the entries when 6 layers read them. `bench_ops.py --peers` puts
+FlashMLA beside it.
 
-    python benchmarks/bench_attention.py [--rows 4096] [--entries 32768 65536] [--peers]
-        [--out FILE]
+    python benchmarks/bench_attention.py [--rows 4096] [--entries 32768 65536] [--out FILE]
 
 To try it without a GPU: --device cpu --rows 8 --entries 1024. The last line of output is one JSON
 document with everything that was printed.
@@ -20,9 +18,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from gpu_timing import Ceilings, Table, finish, median_ms, start
+from gpu_timing import Table, finish, start
 from torch import Tensor
 
+from mdi_exec.engine.device_timing import Ceilings, median_ms
 from mdi_exec.numerics import Numerics
 from mdi_exec.ops.row_pool import RowFormat, RowPool, entry_format, store_rows, window_format
 from mdi_exec.ops.sparse_attention import attend_staged, sparse_attention
@@ -49,7 +48,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu")
     parser.add_argument("--rows", type=int, default=4_096, help="queries")
     parser.add_argument("--entries", type=int, nargs="+", default=[32_768, 65_536])
-    parser.add_argument("--peers", action="store_true", help="FlashMLA beside it")
     parser.add_argument("--out", type=Path, help="also write the JSON document to this file")
     return parser.parse_args()
 
@@ -70,21 +68,7 @@ def selections(rows: int, entries: int, device: torch.device) -> dict[str, Tenso
     return {"random": random.to(torch.int32), "near": near.to(torch.int32)}
 
 
-def flash_mla() -> Callable[..., object] | None:
-    try:
-        import vllm._flashmla_C  # noqa: F401
-        from vllm.third_party.flashmla.flash_mla_interface import flash_mla_sparse_fwd
-    except ImportError as reason:
-        print(f"FlashMLA is not here: {reason}")
-        return None
-    found: Callable[..., object] = flash_mla_sparse_fwd
-    return found
-
-
-def measure(
-    queries: Queries, count: int, peer: Callable[..., object] | None, table: Table,
-    ceiling: Ceilings,
-) -> None:  # fmt: skip
+def measure(queries: Queries, count: int, table: Table, ceiling: Ceilings) -> None:
     """Time attention over `count` entries, all ways and selections."""
     q, window, window_rows, sink = queries
     device, flops = q.device, 4.0 * q.shape[0] * HEADS * WIDTH * (WINDOW + SELECTED)
@@ -102,10 +86,6 @@ def measure(
             "pools": partial(sparse_attention, *queries, entries=entries, entry_rows=selected),
             "staged": partial(attend_staged, q, keys, listed, sink),
         }
-        if peer is not None:
-            ways["FlashMLA"] = partial(
-                peer, q, keys.unsqueeze(1), listed.unsqueeze(1), WIDTH**-0.5, WIDTH, sink
-            )
         for way, call in ways.items():
             ms = median_ms(call, device)
             whole = ms + staging * (way != "pools")
@@ -118,7 +98,6 @@ def main() -> None:
     options = parse()
     device, document, ceiling = start(options)
     torch.manual_seed(0)
-    peer = flash_mla() if options.peers else None
     rows = options.rows
     own = torch.arange(rows, device=device).unsqueeze(1)
     queries = Queries(
@@ -130,7 +109,7 @@ def main() -> None:
     table = Table(f"{rows} rows, {HEADS} heads x {WIDTH}, {WINDOW + SELECTED} keys a row", COLUMNS)
     table.head()
     for count in options.entries:
-        measure(queries, count, peer, table, ceiling)
+        measure(queries, count, table, ceiling)
     document["table"] = table.rows
     finish(options, document)
 

@@ -22,33 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_timing import (
-    Ceilings,
-    Table,
-    add_common_options,
-    finish,
-    median_ms,
-    peak_gb,
-    random_ids,
-    start,
-    synchronize,
-)
+from gpu_timing import Table, add_common_options, finish, peak_gb, start
 from pareto import Point, add_points, decode_point
-from slice_model import (
-    StepShape,
-    Work,
-    batch_of,
-    blocks_for,
-    build,
-    engram_work,
-    filled_cache,
-    head_work,
-    layer_work,
-)
+from slice_model import build
 from torch import Tensor
 
+from mdi_exec.engine.device_timing import Ceilings, median_ms, synchronize
+from mdi_exec.engine.made_up_steps import filled_cache, random_batch
 from mdi_exec.model.batch import Batch
 from mdi_exec.model.cache import DeviceCache
+from mdi_exec.model.floors import StepShape, step_work, sum_of
 from mdi_exec.model.moe import Router
 from mdi_exec.model.transformer import Transformer
 
@@ -74,16 +57,6 @@ def active_experts(model: Transformer, batch: Batch, cache: DeviceCache) -> list
     finally:
         Router.__call__ = original  # type: ignore[method-assign]
     return [len(torch.unique(experts)) for experts in chosen]
-
-
-def step_work(model: Transformer, step: StepShape, experts: list[int]) -> Work:
-    """Return the least work of a step, whose layers chose so many experts."""
-    config, total = model.config, head_work(model.config, step.num_seqs)
-    for layer, active in enumerate(experts):
-        total = total.plus(layer_work(config, config.layer_plan(layer), step, active))
-    for _ in config.engram_layer_ids:
-        total = total.plus(engram_work(config, step))
-    return total
 
 
 def graph_of(model: Transformer, batch: Batch, cache: DeviceCache) -> Callable[[], object]:
@@ -130,17 +103,14 @@ def measure(
     """Return the table row of one batch at one context; one that does not fit says so."""
     step = StepShape(num_seqs, 1, context)
     try:
-        blocks = num_seqs * blocks_for(context)
-        cache = filled_cache(model, num_blocks=1 + blocks, num_slots=1 + num_seqs)
-        ids = random_ids(num_seqs, model.config.vocab_size, seed=num_seqs)
-        batch = batch_of(num_seqs, 1, context, ids, model.device)
+        cache, batch = filled_cache(model, step), random_batch(model, step, seed=num_seqs)
         experts = active_experts(model, batch, cache)
         how, call = runnable(model, batch, cache, wants_graph=not options.no_graph)
         ms = median_ms(call, model.device, repeat=options.steps)
         wall = wall_ms(call, model.device, options.steps)
     except torch.OutOfMemoryError:
         return [num_seqs, context, "memory", *[None] * 7]
-    work = step_work(model, step, experts)
+    work = sum_of(step_work(model.config, step, experts).values())
     floor = ceiling.floor_ms(*work)
     return [num_seqs, context, how, ms, wall, 1e3 * num_seqs / wall, work.num_bytes / 1e9,
             sum(experts) / len(experts), floor, floor / ms]  # fmt: skip

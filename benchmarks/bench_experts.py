@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_timing import Ceilings, Table, finish, median_ms, start
+from gpu_timing import Table, finish, start
 from torch import Tensor
 
+from mdi_exec.engine.device_timing import Ceilings, median_ms
 from mdi_exec.ops.expert_gemm import ExpertWeights, expert_gemm, tile_rows
 from mdi_exec.ops.folding import fold_rows, fold_weight
 from mdi_exec.ops.gemm import QuantisedWeight

@@ -9,6 +9,7 @@ prefill step with --check-all: references need much time and memory there).
 
     python benchmarks/bench_ops.py [--device cuda] [--preset flash-slice] [--experts N]
         [--rows 4096] [--context 131072] [--only NAME] [--quick] [--check-all] [--out FILE]
+    python benchmarks/bench_ops.py --peers      # others' kernels beside ours instead (peers.py)
 
 To try it without a GPU: --device cpu --preset tiny --context 512 --rows 64 --quick. The last line
 of output is one JSON document with everything that was printed.
@@ -19,19 +20,15 @@ import traceback
 from typing import Any
 
 import torch
-from gpu_timing import (
-    Ceilings,
-    Table,
-    add_common_options,
-    finish,
-    median_ms,
-    random_ids,
-    start,
-)
+from gpu_timing import Table, add_common_options, finish, start
 from op_calls import CallCatcher, OpCall, bytes_of, numbers_in, references_only
-from slice_model import Work, batch_of, blocks_for, build, filled_cache
+from peers import compare
+from slice_model import build
 from torch import Tensor
 
+from mdi_exec.engine.device_timing import Ceilings, median_ms
+from mdi_exec.engine.made_up_steps import filled_cache, random_batch
+from mdi_exec.model.floors import StepShape, Work
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.ops.row_pool import RowPool
 
@@ -42,12 +39,9 @@ COLUMNS = {
 PRODUCTS = ("matmul", "quantised_gemm", "expert_gemm", "hc_mixes")
 
 
-def catch(model: Transformer, num_seqs: int, rows: int, context: int) -> list[OpCall]:
-    """Return the calls of one step of equal sequences, the second time it runs."""
-    blocks = num_seqs * blocks_for(context)
-    cache = filled_cache(model, num_blocks=1 + blocks, num_slots=1 + num_seqs)
-    ids = random_ids(num_seqs * rows, model.config.vocab_size, seed=0)
-    batch = batch_of(num_seqs, rows, context, ids, model.device)
+def catch(model: Transformer, step: StepShape) -> list[OpCall]:
+    """Return the calls of one step, the second time it runs."""
+    cache, batch = filled_cache(model, step), random_batch(model, step)
     catcher = CallCatcher()
     model.forward(batch, cache)
     with catcher.catching():
@@ -186,6 +180,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="ops whose names contain this")
     parser.add_argument("--quick", action="store_true", help="5 calls each instead of 20")
     parser.add_argument("--check-all", action="store_true", help="errors at the prefill step too")
+    parser.add_argument(
+        "--peers",
+        action="store_true",
+        help="instead, the heavy ops of a prefill step beside others' kernels",
+    )
     options = parser.parse_args()
     if not 1 <= options.rows <= options.context:
         parser.error("--rows must be at least 1 and at most --context")
@@ -196,12 +195,17 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     device, document, ceiling = start(options)
-    _, model = build(options, device)
     document["tables"] = {}
+    if options.peers:
+        table = compare(options.rows, device, ceiling, repeat=5 if options.quick else 20)
+        document["tables"]["peers"] = table.rows
+        finish(options, document)
+        return
+    _, model = build(options, device)
     for title, num_seqs, rows in (
         ("prefill", 1, options.rows), ("decode 64", 64, 1), ("decode 1", 1, 1),
     ):  # fmt: skip
-        calls = catch(model, num_seqs, rows, options.context)
+        calls = catch(model, StepShape(num_seqs, rows, options.context))
         table = Table(f"{title}: {num_seqs} x {rows} rows at context {options.context}", COLUMNS)
         table.head()
         for call in sorted(calls, key=lambda call: call.name):

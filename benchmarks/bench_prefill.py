@@ -26,12 +26,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from gpu_timing import Table, add_common_options, finish, start, synchronize
+from gpu_timing import Table, add_common_options, finish, start
 from pareto import Point, add_points, decode_point, prefill_point
 from prefill_runs import Bench, Loaded, forward, measure_decode, measure_prefill
 from rank_runs import Stopwatch, own_group, start_ranks, timed_exchanges
 
+from mdi_exec.engine.profiling import StepProfile, kernels_of
 from mdi_exec.ranks.exchange import KINDS, NO_EXCHANGE, WHOLE, ExpertExchange, ExpertShard
 from mdi_exec.ranks.parallel import RankAddress, RankGroup, own_device, require_even_experts
 from mdi_exec.weights.source import random_config
@@ -60,23 +60,19 @@ def measure(
 
 
 def profile(bench: Bench, loaded: Loaded) -> list[dict[str, Any]]:
-    """Print and return the kernels of one step by the time they take."""
-    batch = loaded.batch(bench.options, seed=0)
+    """Print one step by part, and its longest kernels; return the kernels."""
+    batch = loaded.batch(seed=0)
     forward(loaded.model, batch, loaded.cache)  # compiles
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    is_cuda = bench.device.type == "cuda"
-    if is_cuda:
-        kinds = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=kinds) as profiler:
-        forward(loaded.model, batch, loaded.cache)
-        synchronize(bench.device)
-    events = profiler.key_averages()
-    field = "self_device_time_total" if is_cuda else "self_cpu_time_total"
-    spent = {event.key: (getattr(event, field) / 1e3, event.count) for event in events}
-    table = Table("one step by kernel", {"ms": 9, "calls": 6, "kernel": -80})
+    kernels = kernels_of(lambda: forward(loaded.model, batch, loaded.cache), bench.device)
+    found = StepProfile(loaded.step, 0.0, kernels, {})
+    parts = Table("one step by part", {"ms": 9, "calls": 6, "share": 6, "part": -24})
+    parts.head()
+    for row in found.rows(bench.ceiling):
+        parts.add(row.ms, row.launches, f"{row.share:.1%}", row.part)
+    table = Table("one step by kernel", {"ms": 9, "calls": 6, "part": -16, "kernel": -70})
     table.head()
-    for key, (ms, count) in sorted(spent.items(), key=lambda item: -item[1][0])[:40]:
-        table.add(ms, count, key[:120])
+    for kernel in found.by_kernel()[:40]:
+        table.add(kernel.ms, kernel.launches, kernel.part, kernel.kernel[:110])
     return table.rows  # type: ignore[return-value]
 
 

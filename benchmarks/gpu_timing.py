@@ -1,12 +1,7 @@
-"""Timing on a GPU (or a CPU, to try the benchmarks out): medians, ceilings, tables, conditions.
+"""What benchmarks on a GPU (or a CPU, to try them out) share: conditions, tables, times by part.
 
-Device time is measured by CUDA events. The device is kept busy until the host has queued what is
-to be measured, so that launch overhead of short kernels is not counted; a call that waits for the
-device by itself is timed with its waiting. Caches are overwritten before every measured call:
-weights of a layer never are in cache when their turn comes. On a CPU it is wall time.
-
-Floors are what the device could not beat: operations over the matmul rate, bytes over the copy rate
-that `ceilings` measures in the same process.
+How calls are timed, and ceilings, are `mdi_exec.engine.device_timing`. Floors are what the device
+could not beat: operations over the product's rate, bytes over the copy's, of the same process.
 """
 
 import argparse
@@ -18,66 +13,17 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
-CACHE_BYTES = 256 * 2**20  # more than any GPU's L2
-HOLD_CYCLES = 40_000_000  # about 20 ms, in which the host queues the calls
-MOST_QUEUED = 200  # calls held at once; a GPU's queue takes about a thousand launches
+from mdi_exec.engine.device_timing import Ceilings, ceilings, synchronize
 
-Call = Callable[[], object]
 Cell = str | float | int | None
-
-
-class Ceilings(NamedTuple):
-    """What this device does at best: bfloat16 FLOP/s of a large product, and bytes/s copied."""
-
-    flops_per_s: float
-    bytes_per_s: float
-
-    def floor_ms(self, flops: float, num_bytes: float) -> float:
-        """Return the milliseconds that so much work takes at least."""
-        return 1e3 * max(flops / self.flops_per_s, num_bytes / self.bytes_per_s)
-
-
-def median_ms(call: Call, device: torch.device, *, repeat: int = 20, warmup: int = 3) -> float:
-    """Return the median milliseconds of `call`."""
-    for _ in range(warmup):
-        call()
-    return statistics.median(times_ms(call, device, repeat))
-
-
-def times_ms(call: Call, device: torch.device, repeat: int) -> list[float]:
-    """Return each call's milliseconds, caches cold."""
-    if device.type != "cuda":
-        return [_wall_ms(call) for _ in range(repeat)]
-    flush = torch.empty(CACHE_BYTES, dtype=torch.uint8, device=device)
-    found: list[float] = []
-    while len(found) < repeat:
-        events = []
-        torch.cuda.synchronize(device)
-        torch.cuda._sleep(HOLD_CYCLES)
-        for _ in range(min(MOST_QUEUED, repeat - len(found))):
-            flush.zero_()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            call()
-            end.record()
-            events.append((begin, end))
-        torch.cuda.synchronize(device)
-        found += [begin.elapsed_time(end) for begin, end in events]
-    return found
-
-
-def _wall_ms(call: Call) -> float:
-    begin = time.perf_counter()
-    call()
-    return 1e3 * (time.perf_counter() - begin)
 
 
 def stamp(device: torch.device) -> Any:  # noqa: ANN401
@@ -107,11 +53,23 @@ class PartTimer:
         self.device = device
         self.is_on = True
         self._marks: list[tuple[Any, str]] = []
+        self._depth = 0
 
     def mark(self, part: str) -> None:
         """Say that `part` begins; the empty name belongs to nobody."""
         if self.is_on:
             self._marks.append((stamp(self.device), part))
+
+    @contextmanager
+    def range(self, part: str) -> Iterator[None]:
+        """Time a range as a part, unless it lies within another one."""
+        self._depth += 1
+        if self._depth == 1:
+            self.mark(part)
+        yield
+        if self._depth == 1:
+            self.mark("the rest")
+        self._depth -= 1
 
     def take_ms(self) -> dict[str, float]:
         """Return each part's milliseconds since the last call; waits for the device."""
@@ -122,24 +80,6 @@ class PartTimer:
                 spent[part] = spent.get(part, 0.0) + elapsed_ms(begin, end)
         self._marks.clear()
         return spent
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for all work on the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def ceilings(device: torch.device) -> Ceilings:
-    """Measure an 8192^3 bfloat16 product of random data and a 4 GB copy (small ones on a CPU)."""
-    is_cuda = device.type == "cuda"
-    side, copied = (8192, 4_000_000_000) if is_cuda else (512, 64_000_000)
-    left, right = (torch.randn(side, side, device=device).to(torch.bfloat16) for _ in range(2))
-    product_ms = median_ms(lambda: left @ right, device, repeat=10)
-    source = torch.zeros(copied, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copy_ms = median_ms(lambda: target.copy_(source), device, repeat=10)
-    return Ceilings(2e3 * side**3 / product_ms, 2e3 * copied / copy_ms)
 
 
 def conditions(device: torch.device) -> dict[str, Any]:
@@ -243,8 +183,7 @@ def start(options: argparse.Namespace) -> tuple[torch.device, dict[str, Any], Ce
     found = conditions(device)
     print(", ".join(f"{key} {value}" for key, value in found.items()))
     ceiling = ceilings(device)
-    print(f"ceilings: {ceiling.flops_per_s / 1e12:.4g} TFLOP/s bfloat16 product, "
-          f"{ceiling.bytes_per_s / 1e9:.4g} GB/s copy (read + written)", flush=True)  # fmt: skip
+    print(f"ceilings: {ceiling}", flush=True)
     given = {key: str(value) if isinstance(value, Path) else value
              for key, value in vars(options).items()}  # fmt: skip
     return device, {"conditions": found, "options": given, "ceilings": ceiling._asdict()}, ceiling
@@ -262,12 +201,6 @@ def finish(options: argparse.Namespace, document: Mapping[str, Any]) -> None:
 def peak_gb(device: torch.device) -> float | None:
     """Return the most device memory torch has held since the last reset, GB; None on a CPU."""
     return torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None
-
-
-def random_ids(count: int, vocab_size: int, seed: int) -> Tensor:
-    """Return token ids [count], int32, on the host."""
-    dice = torch.Generator().manual_seed(seed)
-    return torch.randint(0, vocab_size, (count,), generator=dice, dtype=torch.int32)
 
 
 def medians(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -7,10 +7,11 @@ of its 40 layers. Read next: `bench_prefill.py`, which measures the medians.
 import statistics
 from typing import Any
 
-from gpu_timing import Ceilings, Table
-from slice_model import StepShape, Work, engram_work, head_work, layer_work
+from gpu_timing import Table
 
+from mdi_exec.engine.device_timing import Ceilings
 from mdi_exec.model.config import ModelConfig
+from mdi_exec.model.floors import StepShape, Work, engram_work, head_work, layer_work
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.weights.presets import layer_kinds
 

@@ -14,15 +14,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from bench_decode import graph_of, wall_ms
-from gpu_timing import Ceilings, PartTimer, Table, medians, peak_gb, random_ids, synchronize
+from gpu_timing import PartTimer, Table, medians, peak_gb
 from prefill_parts import part_times, report
 from rank_runs import Stopwatch
-from slice_model import StepShape, batch_of, blocks_for, build, filled_cache, time_parts
+from slice_model import build
 
+from mdi_exec.engine.device_timing import Ceilings, synchronize
+from mdi_exec.engine.made_up_steps import filled_cache, random_batch
 from mdi_exec.engine.memory import StepLimits, estimate_memory
 from mdi_exec.model.batch import Batch
 from mdi_exec.model.cache import DeviceCache
 from mdi_exec.model.config_reader import read_config
+from mdi_exec.model.floors import StepShape
+from mdi_exec.model.ranges import watching
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.ranks.exchange import ExpertExchange, ExpertShard, StepRows
 from mdi_exec.ranks.parallel import RankGroup
@@ -64,7 +68,7 @@ class Bench:
 
 
 class Loaded:
-    """A rank's model, or its part of one, with a timer in every layer; off until it is needed."""
+    """A rank's model, or its part of one, and a timer of its parts, off until it is needed."""
 
     def __init__(self, bench: Bench, shard: ExpertShard, exchange: ExpertExchange) -> None:
         options, device = bench.options, bench.device
@@ -78,9 +82,8 @@ class Loaded:
         self.load_s = time.perf_counter() - begin
         self.timer = PartTimer(device)
         self.timer.is_on = False
-        time_parts(self.model, self.timer)
-        self.blocks = 1 + blocks_for(options.context)
-        self.cache = filled_cache(self.model, num_blocks=self.blocks, num_slots=2)
+        self.step = StepShape(1, options.new, options.context)
+        self.cache = filled_cache(self.model, self.step)
         limits = StepLimits(rows=options.new, seqs=1, context=options.context)
         self.estimate = estimate_memory(
             self.cache.layout, limits, num_blocks=self.cache.num_blocks,
@@ -91,10 +94,9 @@ class Loaded:
               f"draw and load, estimated {self.estimate.total / 1e9:.4g} GB",
               flush=True)  # fmt: skip
 
-    def batch(self, options: argparse.Namespace, seed: int) -> Batch:
+    def batch(self, seed: int) -> Batch:
         """Return the official step's batch with random new tokens."""
-        ids = random_ids(options.new, self.model.config.vocab_size, seed)
-        return batch_of(1, options.new, options.context, ids, self.model.device)
+        return random_batch(self.model, self.step, seed)
 
 
 def way_name(model: Transformer, kind: str) -> str:
@@ -115,11 +117,10 @@ def measure_prefill(bench: Bench, loaded: Loaded, kind: str) -> dict[str, Any]:
            **_times(samples, options.new)}  # fmt: skip
     ranks = bench.group.gather_plain(own)
     _print_ranks(name, ranks)
-    step = StepShape(1, options.new, options.context)
     is_slice = options.preset == "flash-slice"
     target = read_config(released_config()) if is_slice else model.config
     times = part_times(model.config, medians([sample.parts for sample in samples]))
-    parts = report(model, times, step, bench.ceiling, target)
+    parts = report(model, times, loaded.step, bench.ceiling, target)
     peak = peak_gb(bench.device)
     print(f"device memory: estimated {loaded.estimate.total / 1e9:.4g} GB, peak {peak}")
     return {
@@ -134,7 +135,7 @@ def _run_steps(bench: Bench, loaded: Loaded, run: int) -> list[Sample]:
     """Run warm-up and measured steps; returns the latter. All ranks begin together."""
     options, model = bench.options, loaded.model
     number = options.warmup + options.steps
-    batches = [loaded.batch(options, seed=run * number + step) for step in range(number)]
+    batches = [loaded.batch(seed=run * number + step) for step in range(number)]
     bench.group.gather((run,))
     loaded.timer.is_on = bench.watch.is_on = True
     samples = []
@@ -143,7 +144,8 @@ def _run_steps(bench: Bench, loaded: Loaded, run: int) -> list[Sample]:
         synchronize(bench.device)
         begin = time.perf_counter()
         loaded.timer.mark("the rest")
-        forward(model, batch, loaded.cache)
+        with watching(loaded.timer.range):
+            forward(model, batch, loaded.cache)
         loaded.timer.mark("")
         synchronize(bench.device)
         wall = 1e3 * (time.perf_counter() - begin)
@@ -202,9 +204,8 @@ def measure_decode(bench: Bench, loaded: Loaded, kind: str) -> list[dict[str, An
     """Time decode steps over all ranks, op by op, and as a CUDA graph where there can be one."""
     options, model = bench.options, loaded.model
     count, context = options.decode_batch, options.decode_context
-    cache = filled_cache(model, num_blocks=1 + count * blocks_for(context), num_slots=1 + count)
-    ids = random_ids(count, model.config.vocab_size, seed=bench.group.rank)
-    batch = batch_of(count, 1, context, ids, bench.device)
+    step = StepShape(count, 1, context)
+    cache, batch = filled_cache(model, step), random_batch(model, step, seed=bench.group.rank)
     calls: dict[str, Callable[[], object]] = {"eager": lambda: forward(model, batch, cache)}
     calls["eager"]()  # compiles
     if model.is_capturable:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_timing import elapsed_ms, stamp, synchronize
+from gpu_timing import elapsed_ms, stamp
 
+from mdi_exec.engine.device_timing import synchronize
 from mdi_exec.ranks.collectives import Collectives
 from mdi_exec.ranks.exchange import KINDS, ExpertExchange, make_exchange
 from mdi_exec.ranks.parallel import RankAddress, RankGroup, join_group, lead_store

@@ -11,7 +11,7 @@ Format: "Trace Event Format" (Chromium project), phases M, X, C, b and e.
 import gzip
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -49,9 +49,6 @@ def export_perfetto(run: RunLike, path: str | Path, *, max_steps: int | None = N
     that falls into them. Same run, same bytes. Raises `ConfigError` on another suffix or
     `max_steps` below 1, `SaveError` when the system refuses to write there.
     """
-    path = Path(path)
-    if not path.name.endswith((".json", ".json.gz")):
-        raise ConfigError("path", str(path), "must end in .json or .json.gz")
     if max_steps is not None and max_steps < 1:
         raise ConfigError("max_steps", max_steps, "must be at least 1, or None for all")
     steps, end_ns = run.steps, (span_ns(run) or (0.0, 0.0))[1]
@@ -61,10 +58,18 @@ def export_perfetto(run: RunLike, path: str | Path, *, max_steps: int | None = N
         if kept.size and kept[-1] < step.max():
             steps = steps[step <= kept[-1]]
             end_ns = float(floats(steps, "steps", "t_done").max())
+    return write_events(trace_events(steps, run.requests, end_ns), path)
+
+
+def write_events(events: Iterable[Event], path: str | Path) -> Path:
+    """Write trace events as .json or .json.gz and return the path; raises as `export_perfetto`."""
+    path = Path(path)
+    if not path.name.endswith((".json", ".json.gz")):
+        raise ConfigError("path", str(path), "must end in .json or .json.gz")
     with atomic_file(path) as raw, _text(raw, is_packed=path.name.endswith(".gz")) as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         separator = ""
-        for event in trace_events(steps, run.requests, end_ns):
+        for event in events:
             file.write(separator + json.dumps(event, separators=(",", ":"), allow_nan=False))
             separator = ",\n"
         file.write("\n]}\n")

@@ -29,6 +29,8 @@ VERBS = {
     "record": "Run a generated workload on the real model and record it.",
     "replay": "Run a request trace on the real model, arrivals honoured, and record it.",
     "retrace": "Replay a recorded run in the simulator: does it make the same decisions?",
+    "profile": "Run made-up steps of a model and show what each part of a layer takes, beside its "
+    "floor.",
     "warm-up": "Compile all kernels that a model can reach, for images and first starts; loads no "
     "weights.",
     "make-checkpoint": "Write a checkpoint with random weights, for machines that cannot download "

@@ -78,6 +78,22 @@ def test_grouped_output_product(rows):
         assert_rounded_sums(found, wanted)
 
 
+@pytest.mark.parametrize("columns", [64, 128, 192, 256])
+@pytest.mark.parametrize(("n", "k", "groups"), [(1280, 320, 1), (192, 64, 3), (512, 4096, 2)])
+@pytest.mark.parametrize("rows", [65, 128, 1000])
+def test_dense_tiles_of_all_widths_have_the_bits_of_the_plain_program(
+    monkeypatch, rows, n, k, groups, columns
+):
+    from mdi_exec.ops.kernels import dense_gemm, gemm  # needs the kernel compiler
+
+    x, weight = normal(rows, groups * k), normal(groups * n, k, seed=1)
+    if not dense_gemm.can_multiply(weight, groups):
+        pytest.skip("made for sm_90a")
+    monkeypatch.setattr(dense_gemm, "tile_columns", lambda *sizes: columns)
+    found = dense_gemm.dense_product(x, weight, groups)
+    assert_bits(found, gemm._product(x, weight, groups, torch.bfloat16))
+
+
 @pytest.mark.parametrize("rows", [1, 64, 65, 700])
 def test_rows_of_a_product_do_not_depend_on_the_batch(rows):
     weight = fp8_weight(1280, 5120).expanded(torch.bfloat16).packed()

@@ -13,6 +13,7 @@ from mdi_exec.model.config import LayerPlan, ModelConfig
 from mdi_exec.model.indexer import Indexer, IndexKeys
 from mdi_exec.model.linear import QLinear
 from mdi_exec.model.norm import RmsNorm
+from mdi_exec.model.ranges import in_range
 from mdi_exec.model.step_context import StepContext
 from mdi_exec.model.weights import Weights
 from mdi_exec.model.window import WindowKv
@@ -43,11 +44,13 @@ class Attention:
         if plan.is_index_source:
             self.indexer = Indexer(config, plan, weights.sub("indexer"))
 
+    @in_range("compressor")
     def store_entries(self, a_in: Tensor, ctx: StepContext) -> None:
         """Compress a_in [T, D] into this layer's cache; a layer that owns none does nothing."""
         if self.compressor is not None and self.index_keys is not None:
             self.index_keys(self.compressor(a_in, ctx), ctx)
 
+    @in_range("queries")
     def __call__(self, a_in: Tensor, x: Quantised | Tensor, ctx: StepContext) -> Tensor:
         """Return the sublayer's output [T, D] for its normed input a_in [T, D]; x is it rounded."""
         _, qr = self.q_norm.rounded(self.wq_a(x))
@@ -57,6 +60,7 @@ class Attention:
             self.indexer(qr, a_in, ctx)
         return self.output(rotate(self.attend(q, self.window(x, ctx), ctx), rotation, inverse=True))
 
+    @in_range("attention")
     def attend(self, q: Tensor, window: RowPool, ctx: StepContext) -> Tensor:
         """Return the heads' outputs [T, H, d], not yet rotated back."""
         source = self.plan.kv_source
@@ -83,6 +87,7 @@ class GroupedOutput:
         self.wo_a = weights.fp8("wo_a", config.o_groups * rank, group_width)
         self.wo_b = QLinear(weights, "wo_b", config.hidden_size, config.o_groups * rank)
 
+    @in_range("output")
     def __call__(self, heads: Tensor) -> Tensor:
         down = quantised_gemm(heads.flatten(1), self.wo_a, self.num_groups)
         return self.wo_b(quantise_activation(down))

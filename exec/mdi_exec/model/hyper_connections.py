@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from mdi_exec.model.config import ModelConfig
+from mdi_exec.model.ranges import in_range
 from mdi_exec.model.weights import Weights
 from mdi_exec.ops.hyper_connections import HcCoefficients, HcProjection, hc_coefficients
 
@@ -17,6 +18,7 @@ class HyperConnection:
         self.scale = weights.tensor(f"{name}_scale", 3)
         self.config = config
 
+    @in_range("coefficients")
     def __call__(self, streams: Tensor) -> HcCoefficients:
         """Return the coefficients of streams [T, n, D]."""
         config = self.config

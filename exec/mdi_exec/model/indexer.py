@@ -12,6 +12,7 @@ from mdi_exec.model.compressor import Latents
 from mdi_exec.model.config import LayerPlan, ModelConfig
 from mdi_exec.model.linear import Linear, QLinear
 from mdi_exec.model.norm import RmsNorm
+from mdi_exec.model.ranges import in_range
 from mdi_exec.model.step_context import StepContext
 from mdi_exec.model.weights import Weights
 from mdi_exec.ops.backend import runs_kernels
@@ -52,6 +53,7 @@ class Indexer:
         self.wq_b = QLinear(weights, "wq_b", heads * width, config.q_lora_rank)
         self.weights_proj = Linear(weights, "weights_proj", heads, config.hidden_size)
 
+    @in_range("index")
     def __call__(self, qr: Quantised | Tensor, a_in: Tensor, ctx: StepContext) -> None:
         """Select for each row from qr [T, q_lora_rank] (rounded) and a_in [T, D]."""
         queries, head_weights = self.queries(qr, ctx), self.head_weights(a_in)

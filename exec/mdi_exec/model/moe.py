@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mdi_exec.model.config import LayerPlan, ModelConfig
 from mdi_exec.model.linear import Linear, QLinear
+from mdi_exec.model.ranges import in_range
 from mdi_exec.model.step_context import StepContext
 from mdi_exec.model.weights import Weights
 from mdi_exec.ops.backend import runs_kernels
@@ -32,6 +33,7 @@ class Router:
         self.k = k
         self.scale = config.routed_scaling_factor
 
+    @in_range("router")
     def __call__(self, f_in: Tensor, is_image: Tensor | None) -> tuple[Tensor, Tensor]:
         """Route f_in [T, D]: experts int32 [T, k], ascending, and float32 weights [T, k].
 
@@ -64,6 +66,7 @@ class Moe:
         self.shared_w13 = shared.fp8_stack(("w1", "w3"), inner, self.width)
         self.shared_w2 = QLinear(shared, "w2", self.width, inner)
 
+    @in_range("shared expert")
     def __call__(self, f_in: Tensor, x: Quantised | Tensor, ctx: StepContext) -> Tensor:
         """Return the sublayer's output [T, D] for its normed input f_in [T, D]; x is it rounded."""
         experts, weights = self.router(f_in, ctx.batch.is_image)
@@ -84,6 +87,7 @@ class Moe:
         weights = experts.to(torch.float32)
         ctx.exchange.routed(x, experts, weights, self.num_own, partial(self._run_own, ctx))
 
+    @in_range("routed experts")
     def _run_own(
         self, ctx: StepContext, x: Quantised | Tensor, experts: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from mdi_exec.model.hyper_connections import HyperConnection
 from mdi_exec.model.linear import Linear
 from mdi_exec.model.moe import Moe
 from mdi_exec.model.norm import RmsNorm
+from mdi_exec.model.ranges import in_range
 from mdi_exec.model.rope import RopeTables
 from mdi_exec.model.step_context import StepContext
 from mdi_exec.model.weights import Weights
@@ -42,6 +43,10 @@ class Streams(NamedTuple):
         return Streams(self.x[index], self.read[index])
 
 
+def _layer_name(layer: "Layer") -> str:
+    return f"layer {layer.plan.index}"
+
+
 class Layer:
     """One decoder layer (or draft layer): attention and experts between hyper-connections."""
 
@@ -55,12 +60,14 @@ class Layer:
         self.attention = Attention(config, plan, weights.sub("attn"))
         self.moe = Moe(config, plan, weights.sub("ffn"))
 
+    @in_range(_layer_name)
     def store_entries(self, streams: Streams, ctx: StepContext) -> None:
         """Compress every row of the step into this layer's cache, if it is a KV source."""
         if self.plan.owns_compressor:
             a_in, _ = self.read(streams.x, streams.read, self.attn_norm)
             self.attention.store_entries(a_in, ctx)
 
+    @in_range(_layer_name)
     def __call__(self, streams: Streams, ctx: StepContext) -> Streams:
         """Run the layer; its entries must be stored already (docs/model.md)."""
         coefficients = self.hc_attn(streams.x)
@@ -73,6 +80,7 @@ class Layer:
         return Streams(x, coefficients.read)
 
     @staticmethod
+    @in_range("streams read")
     def read(x: Tensor, read: Tensor, norm: RmsNorm) -> tuple[Tensor, Quantised | Tensor]:
         """Return a sublayer's input [T, D], normed, and the same rounded."""
         return hc_read_norm(x, read, norm.weight, norm.eps)
@@ -209,6 +217,7 @@ class Transformer:
         self.forward(batch, cache, watch)
         return broken[0] if broken else "the output head"
 
+    @in_range("embedding")
     def embed_rows(self, batch: Batch) -> Streams:
         """Return the streams before layer 0: n copies of each row's embedding, read from copy 0."""
         n = self.config.hc_mult
@@ -217,12 +226,14 @@ class Transformer:
         read[:, 0] = 1.0
         return Streams(rows.unsqueeze(1).expand(-1, n, -1), read)
 
+    @in_range("engram")
     def add_engram(self, layer: int, streams: Streams, ids: Tensor) -> Streams:
         """Return the streams with a layer's Engram added; ids [T, N] as `EngramIds` gives them."""
         assert self.engram_ids is not None, "Engram layers come with a token map"
         added = self.engrams[layer](streams.x, ids, self.engram_ids.pad_id, self.exchange)
         return streams._replace(x=added)
 
+    @in_range("head")
     def logits(self, streams: Streams) -> Tensor:
         """Return float32 logits [m, vocab_size] of m rows."""
         return self.head.float32(self.norm(hc_read(streams.x, streams.read)))

@@ -6,6 +6,7 @@ from torch import Tensor
 from mdi_exec.model.config import LayerPlan, ModelConfig
 from mdi_exec.model.linear import QLinear
 from mdi_exec.model.norm import RmsNorm
+from mdi_exec.model.ranges import in_range
 from mdi_exec.model.step_context import StepContext
 from mdi_exec.model.weights import Weights
 from mdi_exec.ops.quantise import Quantised
@@ -21,6 +22,7 @@ class WindowKv:
         self.wkv = QLinear(weights, "wkv", config.head_dim, config.hidden_size)
         self.norm = RmsNorm(weights, "kv_norm", config.head_dim, config.rms_norm_eps)
 
+    @in_range("window")
     def __call__(self, x: Quantised | Tensor, ctx: StepContext) -> RowPool:
         """Return window keys as rows of a pool, n * R + T: those kept from before, then the step's.
 

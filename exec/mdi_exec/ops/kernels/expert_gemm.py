@@ -5,7 +5,6 @@ The programs here give out memory, barriers and roles; what the roles do is `exp
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import tilelang.language as T
@@ -17,7 +16,13 @@ from mdi_exec.ops.folding import FoldedWeight
 from mdi_exec.ops.gemm import QuantisedWeight
 from mdi_exec.ops.kernels.expert_source import EXPERT_SOURCE
 from mdi_exec.ops.kernels.folded_source import FOLDED_SOURCE
-from mdi_exec.ops.kernels.jit import Sample, by_hand, compiled, has_known_registers
+from mdi_exec.ops.kernels.jit import (
+    Sample,
+    by_hand,
+    compiled,
+    has_known_registers,
+    multiprocessors,
+)
 from mdi_exec.ops.kernels.weight_gemm import portable_expert_gemm
 from mdi_exec.ops.packing import FP4_BLOCK
 from mdi_exec.ops.quantise import Quantised
@@ -247,13 +252,6 @@ def folded_program(n, k, experts):
     return folded_gemm
 
 
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type == "meta":
-        return 1  # nothing runs there
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def tile_rows(num_rows: int, num_experts: int) -> int:
     return TILE if has_known_registers() else portable_tile_rows(num_rows, num_experts)
 
@@ -266,7 +264,7 @@ def _launch(
     if rows:
         items = groups.tile_expert.shape[0] * -(-n // BAND)
         run = compiled(program, n, k, groups.offsets.shape[0] - 1)
-        blocks = min(_multiprocessors(device), items)
+        blocks = min(multiprocessors(device), items)
         given = (groups.tile_expert, groups.tile_start, groups.offsets, groups.queue)
         run(*inputs, *given, out, tile, blocks)
     return out

@@ -1,8 +1,8 @@
 """Dense products of bfloat16 rows and weights, float32 accumulation, any number of rows.
 
 Every result is summed over K in ascending steps of 16 in one accumulator, in every tile size and in
-`weight_gemm.py` alike, so a row's result does not depend on how many rows there are. `hc_project`
-keeps float32 weights exact by splitting each into three bfloat16 numbers.
+`weight_gemm.py` and `dense_gemm.py` alike, so a row's result does not depend on how many rows there
+are. `hc_project` keeps float32 weights exact by splitting each into three bfloat16 numbers.
 """
 
 import tilelang.language as T
@@ -11,11 +11,12 @@ from torch import Tensor
 
 from mdi_exec.ops.gemm import QuantisedWeight
 from mdi_exec.ops.hyper_connections import hc_finish, term_rows
+from mdi_exec.ops.kernels import dense_gemm, weight_gemm
 from mdi_exec.ops.kernels.jit import Sample, compiled
-from mdi_exec.ops.kernels.weight_gemm import FEW_ROWS, dense_product
+from mdi_exec.ops.kernels.weight_gemm import FEW_ROWS
 
 HC_SPLITS = 16  # parts a hyper-connection's projection is summed in, whatever the number of rows
-HC_ROWS = 64
+HC_ROWS = 128
 
 
 def _step_of(k):
@@ -69,7 +70,7 @@ def hc_project(width, coefficients):
         parts: T.Tensor((HC_SPLITS, rows, coefficients), "float32"),
         squares: T.Tensor((HC_SPLITS, rows), "float32"),
     ):
-        with T.Kernel(T.ceildiv(rows, HC_ROWS), HC_SPLITS, threads=128) as (bm, split):
+        with T.Kernel(T.ceildiv(rows, HC_ROWS), HC_SPLITS, threads=256) as (bm, split):
             left = T.alloc_shared((HC_ROWS, step), "bfloat16")
             right = T.alloc_shared((padded, step), "bfloat16")
             sums = T.alloc_fragment((HC_ROWS, padded), "float32")
@@ -77,14 +78,15 @@ def hc_project(width, coefficients):
             square = T.alloc_fragment((HC_ROWS, step), "float32")
             total = T.alloc_fragment((HC_ROWS,), "float32")
             T.clear(sums)
-            T.clear(total)
+            T.clear(square)
             for i in T.Pipelined(part // step, num_stages=3):
                 T.copy(x[bm * HC_ROWS, split * part + i * step], left)
                 T.copy(w[0, split * part + i * step], right)
                 T.gemm(left, right, sums, transpose_B=True)
                 for r, c in T.Parallel(HC_ROWS, step):
-                    square[r, c] = T.cast(left[r, c], "float32") * T.cast(left[r, c], "float32")
-                T.reduce_sum(square, total, dim=1, clear=False)
+                    value = T.cast(left[r, c], "float32")
+                    square[r, c] = square[r, c] + value * value
+            T.reduce_sum(square, total, dim=1)
             T.copy(sums, terms)
             for r, c in T.Parallel(HC_ROWS, coefficients):
                 if bm * HC_ROWS + r < rows:
@@ -119,9 +121,12 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def quantised_gemm(x: Tensor, weight: QuantisedWeight, groups: int = 1) -> Tensor:
-    if weight.values is not None and (x.shape[0] > FEW_ROWS or groups > 1):
-        return _product(x, weight.values, groups, torch.bfloat16)
-    return dense_product(x, weight, groups)
+    rows, values = x.shape[0], weight.values
+    if values is None or (rows <= FEW_ROWS and groups == 1):
+        return weight_gemm.dense_product(x, weight, groups)
+    if rows > FEW_ROWS and dense_gemm.can_multiply(values, groups):
+        return dense_gemm.dense_product(x, values, groups)
+    return _product(x, values, groups, torch.bfloat16)
 
 
 def hc_coefficients(streams, projection, base, scale, *, norm_eps, iterations, eps):

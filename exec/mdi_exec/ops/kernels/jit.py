@@ -134,6 +134,15 @@ def require_architecture(name: str | None) -> str:
 
 
 @cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a GPU has; 1 where kernels are only collected."""
+    if device.type != "cuda":
+        return 1
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+@cache
 def _gpu_architecture() -> str:
     major, minor = torch.cuda.get_device_capability()
     return f"sm_{major}{minor}a"

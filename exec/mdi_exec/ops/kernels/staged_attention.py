@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mdi_exec.ops.kernels.attention_block import HEAD_TILE, THREADS, WARPGROUP
 from mdi_exec.ops.kernels.attention_source import POWER_SOURCE
-from mdi_exec.ops.kernels.jit import Sample, by_hand, compiled
+from mdi_exec.ops.kernels.jit import Sample, by_hand, compiled, multiprocessors
 from mdi_exec.ops.kernels.staged_block import Plan, block_barriers, shared_memory
 from mdi_exec.ops.kernels.staged_scores import score_blocks
 from mdi_exec.ops.kernels.staged_source import STAGED_SOURCE
@@ -67,15 +67,8 @@ def attend_staged(q: Tensor, keys: Tensor, key_rows: Tensor, sink: Tensor) -> Te
     if rows:
         run = compiled(staged_attention_program, heads, width, key_rows.shape[1])
         tiles = rows * -(-heads // HEAD_TILE)
-        run(q, keys, key_rows, sink, out, min(tiles, _multiprocessors(q.device)))
+        run(q, keys, key_rows, sink, out, min(tiles, multiprocessors(q.device)))
     return out
-
-
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":  # where kernels are only collected
-        return 1
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
 
 
 SAMPLES = tuple(
