@@ -12,7 +12,7 @@ from mdi_shared.config import SchedulerConfig
 from mdi_shared.cost.shape import TINY
 from mdi_shared.errors import ConfigError, TraceError
 from mdi_sim.simulate import simulate
-from mdi_traces import Run, generate_workload, tables
+from mdi_traces import Run, generate_workload, spread
 
 
 def gaps_of(run) -> np.ndarray:
@@ -100,7 +100,7 @@ def test_gaps_need_no_row_per_token(drafts, ranks):
                              max_model_len=6_000)  # fmt: skip
     found = simulate(work, scheduler=config, shape=TINY, ranks=ranks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables, "_PIECE_ITEMS", 100)
+        patch.setattr(spread, "PORTION", 100)
         assert len(list(found.item_pieces())) > 20
         entries = sum(len(spans.step) for spans in found.token_spans())
         assert drafts or ranks > 1 or 3 * entries < len(found.items_table)

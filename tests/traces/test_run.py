@@ -7,7 +7,7 @@ from mdi_analysis import summarize
 from mdi_shared.cost.shape import TINY
 from mdi_shared.errors import TraceError
 from mdi_sim.simulate import simulate
-from mdi_traces import generate_workload, io, tables
+from mdi_traces import generate_workload, io, spread, tables
 from mdi_traces import run as run_module
 from mdi_traces.requests import RequestTrace, put_column
 from mdi_traces.run import Run, load_run
@@ -80,7 +80,7 @@ def test_a_run_is_saved_in_pieces_as_it_is_as_a_whole(tmp_path, monkeypatch):
     assert whole.steps_table["step"].num_chunks == 1
     whole.save(tmp_path / "whole")
     monkeypatch.setattr(tables, "_PIECE_STEPS", 100)
-    monkeypatch.setattr(tables, "_PIECE_ITEMS", 100)
+    monkeypatch.setattr(spread, "PORTION", 100)
     cut = simulate(work, shape=TINY, ranks=2, scheduler={"prefill_attempt_interval": 1})
     cut.save(tmp_path / "cut")
     assert not {"steps_table", "items_table"} & set(cut.__dict__)
