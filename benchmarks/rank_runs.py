@@ -19,7 +19,8 @@ from gpu_timing import elapsed_ms, stamp
 from mdi_exec.engine.device_timing import synchronize
 from mdi_exec.ranks.collectives import Collectives
 from mdi_exec.ranks.exchange import KINDS, ExpertExchange, make_exchange
-from mdi_exec.ranks.parallel import RankAddress, RankGroup, join_group, lead_store
+from mdi_exec.ranks.meeting import RankAddress, join_group, lead_store
+from mdi_exec.ranks.parallel import RankGroup
 
 HOST = "127.0.0.1"
 WIRE = ("all_gather", "reduce_scatter", "all_to_all", "swap_counts")  # of `Collectives`

@@ -3,15 +3,20 @@
 `__init__.pyi` lists them with their homes. Each is imported when first used, so that `import
 minideepinfer` costs next to nothing. Nothing is defined here; the `mdi` command is in `cli.py`.
 
+`mdi` begins here: what is imported at the top is what a quick Ctrl-C can interrupt.
+
 Read next: `simulated.py` (what `simulate` returns), `mdi_shared/config.py` (scheduler options).
 """
 
-from importlib import import_module
-from pathlib import Path
+_HOME: dict[str, str] = {}
 
 
 def _homes() -> dict[str, str]:
     """Return the module of every public name, as the stub beside this file states it."""
+    if _HOME:
+        return _HOME
+    from pathlib import Path
+
     homes, module = {}, ""
     for line in Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8").splitlines():
         if line.startswith("from "):
@@ -19,11 +24,8 @@ def _homes() -> dict[str, str]:
         name, has_home, _ = line.partition(" as ")
         if has_home:
             homes[name.strip()] = module
-    return homes
-
-
-_HOME = _homes()
-__all__ = sorted(_HOME)
+    _HOME.update(homes)
+    return _HOME
 
 
 def __getattr__(name: str) -> object:
@@ -31,12 +33,17 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import version
 
         return version("mini-deepinfer")
-    if name not in _HOME:
+    if name == "__all__":
+        return __dir__()
+    home = None if name.startswith("__") else _homes().get(name)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
     try:
-        return getattr(import_module(_HOME[name]), name)
+        return getattr(import_module(home), name)
     except ModuleNotFoundError as error:
-        if _HOME[name].startswith("mdi_exec"):
+        if home.startswith("mdi_exec"):
             raise ImportError(
                 f"{name} needs {error.name}: pip install 'mini-deepinfer[exec]'"
             ) from error
@@ -44,4 +51,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted(_homes())

@@ -16,6 +16,7 @@ import typer
 
 from mdi_shared.errors import DeadlockError, MiniDeepInferError, TraceError
 from minideepinfer.commands import VERBS, load_verb
+from minideepinfer.commands.last_words import tell_once
 from minideepinfer.commands.screen import tell
 
 DATA_SAYS_NO, ASKED_WRONGLY, INTERRUPTED, UNREAD = 1, 2, 130, 141
@@ -83,19 +84,21 @@ def run_command(arguments: Sequence[str]) -> int:
         result = command(args=list(arguments) or ["--help"], prog_name="mdi", standalone_mode=False)
         sys.stdout.flush()
     except MiniDeepInferError as error:
-        tell(f"error: {error}")
+        tell_once(f"error: {error}", error)
         return DATA_SAYS_NO if isinstance(error, TraceError | DeadlockError) else ASKED_WRONGLY
     except UsageError as error:
-        tell(f"error: {_usage_message(error)}")
+        tell_once(f"error: {_usage_message(error)}", error)
         return ASKED_WRONGLY
     except (SystemExit, BrokenPipeError):  # the former is what click and rich make of the latter
         return UNREAD
     except OSError as error:
-        tell(f"error: {error.filename or 'standard output'}: {error.strerror or error}")
+        line = f"error: {error.filename or 'standard output'}: {error.strerror or error}"
+        tell_once(line, error)
         return ASKED_WRONGLY
     except (typer.Abort, KeyboardInterrupt):
         result = INTERRUPTED
-    if result == INTERRUPTED:  # newer typer returns this code, older raises Abort
+    # Newer typer returns this code, older raises Abort. All ranks of a group hear the same Ctrl-C.
+    if result == INTERRUPTED and os.environ.get("RANK", "0") == "0":
         tell("interrupted")
     if not arguments:
         return ASKED_WRONGLY
@@ -112,13 +115,23 @@ def _usage_message(error: Exception) -> str:
     return f"{message} (see: {path} --help)"
 
 
-def main() -> None:
-    """Entry point of the `mdi` script."""
-    code = run_command(sys.argv[1:])
+def run_and_flush() -> int:
+    """Run `mdi` with this process's arguments, to the last byte of output; return its exit code."""
+    try:
+        code = run_command(sys.argv[1:])
+    except KeyboardInterrupt:  # while the verb was looked up
+        return INTERRUPTED
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
                 stream.flush()
         except OSError:  # told already; Python would try once more at exit, and complain
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    sys.exit(code)
+    return code
+
+
+def main() -> None:
+    """Begin as `__main__.py` does: the script of installations that were made before it did."""
+    from minideepinfer.__main__ import main
+
+    main()

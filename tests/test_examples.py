@@ -11,6 +11,7 @@ They run in a folder that holds what the documents speak of: a saved run `run`, 
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -97,35 +98,37 @@ PYTHON = [
 
 
 @pytest.fixture(scope="module")
-def work():
-    return mdi.generate_workload("mooncake-conversation", num_requests=20, seed=1)
+def prepared(tmp_path_factory):
+    """What the documents speak of, made once."""
+    where = tmp_path_factory.mktemp("prepared")
+    work = mdi.generate_workload("mooncake-conversation", num_requests=20, seed=1)
+    mdi.simulate(work).save(where / "run")
+    work.save(where / "conversation.jsonl")
+    mdi.make_checkpoint(where / "tiny")
+    save_runs_of_ranks(where)
+    return where
 
 
-@pytest.fixture(scope="module")
-def runs_of_ranks(tmp_path_factory):
+def save_runs_of_ranks(where):
     """Runs to fit a group to: two of one rank, one of two."""
-    where = tmp_path_factory.mktemp("ranks")
     for seed, name in enumerate(("one_rank/prefill", "one_rank/decode")):
         (where / name).parent.mkdir(exist_ok=True)
         noisy_run(trace=requests(seed=seed), seed=seed).save(where / name)
     both = mdi.simulate(requests(seed=2), scheduler=CONFIG, cost=Noisy(TRUTH), ranks=2)
     (where / "group").mkdir()
     both.save(where / "group/run")
-    return where
 
 
 @pytest.fixture
-def folder(work, runs_of_ranks, tmp_path, monkeypatch):
+def folder(prepared, tmp_path, monkeypatch):
     """A folder that holds what the documents speak of, and is current."""
-    mdi.simulate(work).save(tmp_path / "run")
-    work.save(tmp_path / "conversation.jsonl")
-    for name in ("tiny", "first-run/tiny"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        mdi.make_checkpoint(tmp_path / name)
+    for path in (*prepared.glob("run.*"), prepared / "conversation.jsonl"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / "first-run").mkdir()
     traces = ROOT / "traces"
     for name, target in (("traces", traces), ("recorded", traces / "recorded/h200-flash-slice"),
-                         ("one_rank", runs_of_ranks / "one_rank"),
-                         ("group", runs_of_ranks / "group"),
+                         ("one_rank", prepared / "one_rank"), ("group", prepared / "group"),
+                         ("tiny", prepared / "tiny"), ("first-run/tiny", prepared / "tiny"),
                          ("model.json", traces / "models/h200-flash-slice.json")):  # fmt: skip
         (tmp_path / name).symlink_to(target)
     monkeypatch.chdir(tmp_path)
@@ -150,7 +153,7 @@ def test_the_readme_fits_a_few_screens():
 def test_examples_run(path, tmp_path):
     done = subprocess.run(
         [sys.executable, "-W", "error", path],
-        capture_output=True, text=True, check=False, cwd=tmp_path, timeout=60,
+        capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert re.search(SAYS[path.stem], done.stdout, re.DOTALL), done.stdout

@@ -6,7 +6,7 @@ Prompts are random tokens of the lengths the trace names: a trace holds no text.
 Read next: `mdi_exec/engine/serve_trace.py`, `mdi_exec/engine/recording.py`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from mdi_shared.placement import placement_by_name
@@ -45,7 +45,7 @@ class RecordOptions(RunResults, WorkloadOptions, RequestOptions, FileOptions, Mo
     """What `mdi record` can be asked for."""
 
     workload: o.WorkloadName
-    out: o.Out
+    out: o.Out = field()  # without a default, unlike the one it replaces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class ReplayOptions(RunResults, TraceOptions, RequestOptions, FileOptions, Model
     """What `mdi replay` can be asked for."""
 
     trace: o.TracePath
-    out: o.Out
+    out: o.Out = field()  # without a default, unlike the one it replaces
 
 
 @takes_options(RecordOptions)

@@ -30,6 +30,8 @@ def _shown(value: object) -> str:
         text = repr(value)
     except (ValueError, RecursionError):  # Python's limit on digits, a list inside itself
         text = f"a {type(value).__name__} too large to show"
+    except Exception:  # noqa: BLE001 - an object of the caller's, whose own code this is
+        text = f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
 

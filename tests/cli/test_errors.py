@@ -238,6 +238,32 @@ def test_ctrl_c_in_the_middle_of_a_simulation(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+INTERRUPTED_AT = """
+import os, signal, sys
+class Interrupter:
+    def find_spec(self, name, *_):
+        if name == "{module}":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupter())
+from minideepinfer.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["typer", "minideepinfer.cli", "minideepinfer.commands.show"])
+def test_ctrl_c_while_mdi_starts_is_quiet(tmp_path, module):
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_AT.format(module=module), "show", "x"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_record_needs_a_place_for_its_run(fails):
+    assert "Missing option '--out'" in fails(2, "record", "tiny", "azure-conv")
+
+
 def test_a_deadlock_is_an_answer(fails):
     """Only the upstream rules can deadlock: two prompts that each hold what the other needs."""
     rows = [{"arrival_ns": 0, "prompt_len": 100, "output_len": 120} for _ in range(4)]

@@ -58,7 +58,7 @@ def put_back(files: dict[str, bytes]):
         Path(path).write_bytes(data)
 
 
-def crash(mdi, arguments, look, *, points=4):
+def crash(mdi, arguments, look, *, points=3):
     """Run `arguments` over what is there with a failure at some of its changes, spread evenly.
 
     `look` says what is there, the old or the new.
@@ -82,8 +82,9 @@ def crash(mdi, arguments, look, *, points=4):
                 assert done.err.splitlines()[-1].startswith("error: "), (how, step, done)
             else:
                 assert look() == new, (how, step)
-            assert mdi(*arguments).code == 0, "also finishes what was begun"
-    assert look() == new
+            if how == KILLED:
+                assert mdi(*arguments).code == 0, "also finishes what was begun"
+                assert look() == new, step
 
 
 def test_simulate(mdi, as_if_dead, run_r):
@@ -103,7 +104,7 @@ def test_real_runs(mdi, as_if_dead, run_r, verb):
     what = ("azure-conv", "-n", "2", "--max-prompt", "9", "--max-output", "3", "--arrivals",
             "burst") if verb == "record" else ("t.csv",)  # fmt: skip
     sizes = ("--set", "num_blocks=64", "--set", "max_model_len=1024", "--set", "max_num_seqs=2")
-    crash(mdi, (verb, "random:tiny", *what, *sizes, "--out", "r"), whole_run, points=3)
+    crash(mdi, (verb, "random:tiny", *what, *sizes, "--out", "r"), whole_run)
 
 
 def whole_run():

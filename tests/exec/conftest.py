@@ -17,6 +17,8 @@ from mdi_exec.model.transformer import Transformer
 from mdi_exec.model.weights import Weights
 from mdi_exec.numerics import Numerics
 from mdi_exec.ops.gemm import ROW_TILE
+from tests.exec.engines import CHECKPOINT
+from tests.exec.weights import GOLDEN_TINY
 
 # The flat config of the released model (docs/model.md, "Dimensions").
 FLAT_V41_FLASH = {
@@ -40,7 +42,7 @@ FLAT_V41_FLASH = {
     "expert_dtype": "fp4",
 }  # fmt: skip
 
-GOLDEN = Path(__file__).parent.parent / "golden"
+GOLDEN = GOLDEN_TINY.parent
 
 
 class FileTensors:
@@ -125,12 +127,6 @@ def blocks_for(tokens: int) -> list[int]:
     return list(range(1, -(-tokens // BLOCK_TOKENS) + 1))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    """The tensors are tiny: threads would cost more than they bring, above all beside xdist's."""
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="session")
 def golden() -> Callable[[str], dict[str, Tensor]]:
     """Load a golden file by its path below tests/golden, without the suffix."""
@@ -155,12 +151,12 @@ def released(flat_config) -> ModelConfig:
 
 @pytest.fixture(scope="session")
 def tiny_config() -> ModelConfig:
-    return read_config_file(GOLDEN / "tiny" / "config.json")
+    return read_config_file(GOLDEN_TINY / "config.json")
 
 
 @pytest.fixture(scope="session")
 def tiny_tensors() -> FileTensors:
-    return FileTensors(GOLDEN / "tiny" / "model.safetensors")
+    return FileTensors(GOLDEN_TINY / "model.safetensors")
 
 
 @pytest.fixture(scope="session")
@@ -168,13 +164,25 @@ def token_map(golden) -> Tensor:
     return golden("layers/engram_hash")["token_map"]
 
 
-@pytest.fixture(scope="session")
-def runners(tiny_config, tiny_tensors, token_map) -> dict[Numerics, Runner]:
-    weights = Weights(tiny_tensors)
+def runners_of(folder: Path, token_map: Tensor) -> dict[Numerics, Runner]:
+    config = read_config_file(folder / "config.json")
+    weights = Weights(FileTensors(folder / "model.safetensors"))
     return {
-        numerics: Runner(Transformer(tiny_config, weights, token_map=token_map, numerics=numerics))
+        numerics: Runner(Transformer(config, weights, token_map=token_map, numerics=numerics))
         for numerics in Numerics
     }
+
+
+@pytest.fixture(scope="session")
+def runners(token_map) -> dict[Numerics, Runner]:
+    """The golden model's."""
+    return runners_of(GOLDEN_TINY, token_map)
+
+
+@pytest.fixture(scope="session")
+def small_runners(token_map) -> dict[Numerics, Runner]:
+    """Those of the model for tests without golden tensors."""
+    return runners_of(CHECKPOINT, token_map)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ import random
 import time
 from collections import deque
 from concurrent.futures import Future
-from pathlib import Path
 
 from mdi_exec.engine.engine import LLMEngine
 from mdi_exec.engine.llm import LLM
@@ -12,11 +11,14 @@ from mdi_exec.engine.runner import StepTokens
 from mdi_exec.numerics import Numerics
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.scheduler import Scheduler
+from tests.exec.weights import small_checkpoint
 
-CHECKPOINT = Path(__file__).parent.parent / "golden" / "tiny"
+CHECKPOINT = small_checkpoint()
 # The numerics that golden data exists in; the folded one has its own comparison.
 GOLDEN_MODES = (Numerics.QUANTISED, Numerics.FLOAT32)
-SMALL = {"max_model_len": 640, "max_num_seqs": 16, "num_blocks": 40}
+# Who comes late waits few decode steps: each is a step of the model.
+SMALL = {"max_model_len": 640, "max_num_seqs": 16, "num_blocks": 40,
+         "prefill_attempt_interval": 2, "prefill_any_attempt_interval": 3}  # fmt: skip
 
 
 class Watch:

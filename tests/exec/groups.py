@@ -9,9 +9,10 @@ import torch
 
 from mdi_exec.errors import GroupError
 from mdi_exec.ranks.collectives import Collectives
-from mdi_exec.ranks.parallel import RankAddress, RankGroup
+from mdi_exec.ranks.meeting import RankAddress
+from mdi_exec.ranks.parallel import RankGroup
 
-LONGEST_S = 60  # a rank that waits longer for the others hangs
+LONGEST_S = 120  # a rank that waits longer for the others hangs
 
 
 class Place:
@@ -139,7 +140,7 @@ def llms_find(group_of_thread):
         group = group_of_thread.group
         return RankAddress(group.rank, group.size, "nowhere", 0, leads=False)
 
-    def join(address, timeout_s):
+    def join(address, timeout_s, start_s):
         return group_of_thread.group
 
     with (

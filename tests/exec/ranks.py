@@ -68,7 +68,6 @@ def run_ranks(size, job, folder: Path, *args, backend="gloo") -> list:
 
 
 def _rank(rank, size, job, folder, args, backend):
-    torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank,

@@ -13,8 +13,8 @@ SHORT = (11, 3, 21)
 
 
 @pytest.fixture(scope="module", params=list(Numerics), ids=lambda mode: mode.value)
-def runner(request, runners):
-    return runners[request.param]
+def runner(request, small_runners):
+    return small_runners[request.param]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_chunks_change_nothing(runner, prompts, whole, chunks):
 def test_chunks_change_nothing_in_a_prompt_shorter_than_the_window(runner, prompts):
     ids = prompts[37]
     whole = runner.prefill(runner.cache(), ids, given_len=37)
-    for chunks in ([1, 5, 31], [36, 1], [1] * 37):
+    for chunks in ([1, 5, 31], [36, 1], [1] * 9 + [28]):
         found = runner.prefill(runner.cache(), ids, chunks, given_len=37)
         assert torch.equal(found, whole), f"chunks {chunks}"
 
@@ -57,8 +57,8 @@ def test_outputs_computed_again_are_no_part_of_a_short_prompt(runner, prompts):
 
 
 def test_decoding_a_prompt_token_by_token_changes_nothing(runner, prompts, whole):
-    found = runner.decode(runner.cache(), 0, prompts[37])
-    assert torch.equal(found, whole[37])
+    found = runner.decode(runner.cache(), 0, prompts[37][:20])
+    assert torch.equal(found, whole[37][:20])
 
 
 def test_a_mixed_batch_changes_nothing(runner, prompts, whole):

@@ -116,13 +116,30 @@ def test_unknown_names_and_rows_are_errors(golden_path):
         checkpoint.get_rows("norm.weight", 3, 2)
 
 
-def test_more_experts_than_the_files_can_hold_are_told_at_once(tiny):
+@pytest.mark.parametrize(
+    ("part", "name", "value", "says"),
+    [
+        ("text_config", "n_routed_experts", 16_384, "n_routed_experts = 16,384 in"),
+        ("vision_config", "num_hidden_layers", 2**62, "vision_config.num_hidden_layers = 4,611"),
+    ],
+)
+def test_more_parts_than_the_files_can_hold_are_told_at_once(tiny, part, name, value, says):
     """The table of tensors would take gigabytes."""
     config = json.loads((tiny / "config.json").read_text())
-    config["text_config"].update(n_routed_experts=16_384)
+    config[part][name] = value
     (tiny / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="too few for n_routed_experts = 16,384 in"):
+    with pytest.raises(CheckpointError, match=f"too few for {says}"):
         open_checkpoint(tiny).verify()
+
+
+def test_problems_are_shortened_in_the_message():
+    assert len(str(CheckpointError("here", ["x" * 5_000] * 9))) < 2_000
+
+
+def test_an_index_names_files_without_nul(tiny):
+    write_index(tiny, {"norm.weight": "a\0b"})
+    with pytest.raises(CheckpointError, match="names a file outside the directory"):
+        open_checkpoint(tiny)
 
 
 def test_the_model_prefix_is_optional(tiny):

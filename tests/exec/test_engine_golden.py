@@ -13,7 +13,8 @@ from mdi_exec.engine.llm import LLM
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.model.batch import Batch, BatchItem
 from mdi_exec.numerics import Numerics
-from tests.exec.engines import CHECKPOINT, GOLDEN_MODES, SMALL, Watch, is_empty, report
+from tests.exec.engines import GOLDEN_MODES, SMALL, Watch, is_empty, report
+from tests.exec.weights import GOLDEN_TINY
 
 LENGTHS = (1, 37, 127, 128, 129, 300, 520)
 EXACT_MAX_ABS = 1e-4
@@ -22,14 +23,14 @@ ROUNDED_MEAN_ABS, ROUNDED_MAX_ABS = 0.2, 2.0
 ROUNDED_SAME_ARGMAX = 0.85
 CLEAR_GAP = 1.0
 CLOSE_MEAN_ABS, CLOSE_SHARE, CLOSE_SHARE_ELSEWHERE = 0.05, 0.5, 0.1
-ALL_STEPS, FEW_STEPS = 24, 8
+ALL_STEPS, FEW_STEPS = 24, 4
 
 
 class Run:
     """One run of golden prompts: what came out, and what its scheduler and model did."""
 
     def __init__(self, numerics, files, *, steps, scramble=False, **options):
-        with LLM(CHECKPOINT, numerics=numerics.value, **{**SMALL, **options}) as llm:
+        with LLM(GOLDEN_TINY, numerics=numerics.value, **{**SMALL, **options}) as llm:
             watch, queues = Watch(llm), llm.engine.scheduler.queues
             if scramble:
                 random.Random(7).shuffle(queues.blocks._free)
@@ -81,7 +82,9 @@ def check_rounded(found, wanted, gaps):
     assert error.mean() <= ROUNDED_MEAN_ABS
     same = found.argmax(dim=1) == wanted.argmax(dim=1)
     assert same[gaps > CLEAR_GAP].all()
-    assert same.float().mean() >= ROUNDED_SAME_ARGMAX
+    # Of rows without a clear best token, chance decides some: two standard errors of so few.
+    chance = (ROUNDED_SAME_ARGMAX * (1 - ROUNDED_SAME_ARGMAX) / len(same)) ** 0.5
+    assert same.float().mean() >= ROUNDED_SAME_ARGMAX - 2 * chance
 
 
 def forced(file, steps):
@@ -123,9 +126,7 @@ def test_all_prompts_in_one_batch(one_batch, numerics):
 
 WAYS = {
     "one at a time": {"max_num_seqs": 1},
-    "without ZOS": {"enable_zos": False},
     "chunks of 128": {"max_num_batched_tokens": 128},
-    "chunks of 200": {"max_num_batched_tokens": 200},
     "chunks of 61": {"max_num_batched_tokens": 61},
     "chunks of 61 without ZOS": {"max_num_batched_tokens": 61, "enable_zos": False},
     "scrambled blocks": {"max_num_batched_tokens": 333, "scramble": True},
@@ -160,7 +161,7 @@ def test_prompts_in_chunks_of_one_token(one_batch, files, numerics):
 def test_preempted_and_recomputed(one_batch, files, numerics, enable_zos):
     """Five blocks for prompts that need eight: some are thrown out and begin again."""
     few = {length: files[numerics][length] for length in (37, 127, 128, 129, 300)}
-    run = Run(numerics, few, steps=ALL_STEPS, enable_zos=enable_zos, num_blocks=6,
+    run = Run(numerics, few, steps=8, enable_zos=enable_zos, num_blocks=6,
               max_model_len=400, max_num_batched_tokens=200)  # fmt: skip
     assert run.num_preempted >= 2
     again = {n for plan in run.prefills() for n in plan.full_lens} - set(few)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.model.weights import ExpansionBudget, Weights
 from mdi_exec.numerics import Numerics
-from mdi_exec.ops.routing import group_own_rows, group_rows
+from mdi_exec.ops.routing import group_rows, group_tokens
 from mdi_exec.ranks.collectives import Collectives, pack, pad_rows, unpack
 from mdi_exec.ranks.exchange import (
     KINDS,
@@ -18,15 +18,14 @@ from mdi_exec.ranks.exchange import (
 )
 from mdi_exec.weights.checkpoint import open_checkpoint
 from mdi_shared.errors import ConfigError
-from tests.exec.conftest import GOLDEN
-from tests.exec.engines import report
+from tests.exec.engines import CHECKPOINT, report
 from tests.exec.ranks import drive, run_ranks
 
 
 def all_ways(token_map, modes):
     """On one rank: logits by numerics and kind, and the bytes each kind sent."""
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    checkpoint = open_checkpoint(GOLDEN / "tiny")
+    checkpoint = open_checkpoint(CHECKPOINT)
     weights = Weights(checkpoint, budget=ExpansionBudget(1e9), shard=ExpertShard(rank, size))
     logits, sent = {}, {}
     for numerics in modes:
@@ -52,13 +51,14 @@ def two_ranks_job(token_map):
     return {**all_ways(token_map, list(Numerics)), "moved": move_bytes()}
 
 
-def test_two_ranks_compute_what_one_does(two_ranks, runners):
-    require_equal_logits(two_ranks, list(Numerics), runners)
+def test_two_ranks_compute_what_one_does(two_ranks, small_runners):
+    require_equal_logits(two_ranks, list(Numerics), small_runners)
 
 
-def test_four_ranks_compute_what_one_does(runners, token_map, tmp_path):
+def test_four_ranks_compute_what_one_does(small_runners, token_map, tmp_path):
     modes = [Numerics.FLOAT32]
-    require_equal_logits(run_ranks(4, all_ways, tmp_path, token_map, modes), modes, runners)
+    found = run_ranks(4, all_ways, tmp_path, token_map, modes)
+    require_equal_logits(found, modes, small_runners)
 
 
 def require_equal_logits(found, modes, runners):
@@ -118,14 +118,16 @@ def test_packed_rows_come_back():
 
 def test_rows_of_other_ranks_experts_are_in_no_tile():
     experts = torch.tensor([[0, 4], [2, 4], [4, 4], [0, 3]], dtype=torch.int32)  # 4: elsewhere
-    groups = group_own_rows(experts, 4, 16)
+    x = torch.arange(4.0).view(4, 1)
+    groups, rows = group_tokens(x, experts, 4, 16, some_elsewhere=True)
+    assert rows.flatten().tolist() == [0, 3, 1, 3, 0, 1, 2, 2]
     assert all(part.dtype == torch.int32 for part in groups)
     assert groups.counts.tolist() == [2, 0, 1, 1]
     assert groups.offsets.tolist() == [0, 2, 2, 3, 4]
     assert groups.order.tolist() == [0, 6, 2, 7, 1, 3, 4, 5]
     assert groups.tile_expert.tolist() == [0, 2, 3, -1, -1][: len(groups.tile_expert)]
     everything = group_rows(experts.clamp(max=3), 4, 16)
-    own = group_own_rows(experts.clamp(max=3), 4, 16)
+    own, _ = group_tokens(x, experts.clamp(max=3), 4, 16, some_elsewhere=True)
     assert all(
         torch.equal(here[: len(there)], there) for here, there in zip(own, everything, strict=True)
     )

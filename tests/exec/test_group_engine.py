@@ -18,7 +18,7 @@ from mdi_shared.config import SchedulerConfig
 from mdi_shared.scheduler import Scheduler
 from mdi_shared.vote import ANY
 from tests.exec.engines import FakeRunner, is_empty
-from tests.exec.groups import results_of, run_ranks
+from tests.exec.groups import LONGEST_S, results_of, run_ranks
 
 AMPLE = {"block_size": 4, "num_blocks": 2_000, "max_num_seqs": 64, "max_model_len": 64,
          "max_num_batched_tokens": 4_000}  # fmt: skip
@@ -151,7 +151,7 @@ def test_an_error_on_one_rank_ends_all_with_that_error(where):
 
     start = time.monotonic()
     errors = run_ranks(3, work)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < LONGEST_S, "nobody waits for a rank that has gone"
     assert type(errors[1]) is RuntimeError
     for other in (errors[0], errors[2]):
         assert isinstance(other, GroupError)

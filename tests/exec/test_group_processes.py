@@ -9,33 +9,28 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch", reason="running models needs the exec extra")
 
-import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from mdi_exec.engine.llm import LLM
 from mdi_exec.engine.rank_worker import _Outbox
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.errors import GroupError
-from mdi_exec.ranks.parallel import LOOPBACK, RankAddress, join_group, lead_store
-from mdi_shared.errors import ConfigError
+from mdi_exec.ranks.meeting import LOOPBACK, RankAddress, join_group, lead_store
+from mdi_shared.errors import ConfigError, MiniDeepInferError
+from minideepinfer.commands import last_words
 from tests.exec.engines import CHECKPOINT, SMALL
 
-OPTIONS = {**SMALL, "prefill_attempt_interval": 2, "prefill_any_attempt_interval": 3}
 PROMPTS = [[3 + i] * length for i, length in enumerate((30, 5, 9))]
 MODULE = ["-m", "minideepinfer", "generate", str(CHECKPOINT), "--max-tokens", "3", "--json",
           "--ignore-eos", *[f"--ids={','.join(map(str, ids))}" for ids in PROMPTS],
-          *[f"--set={name}={value}" for name, value in OPTIONS.items()]]  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
+          *[f"--set={name}={value}" for name, value in SMALL.items()]]  # fmt: skip
 
 
 def free_port():
@@ -68,7 +63,7 @@ def ends_of(processes, prefix="error: "):
     """Return (exit code, standard output, standard error's lines with a prefix) of each."""
     ends = []
     for process in processes:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
         errors = [line for line in err.splitlines() if line.startswith(prefix)]
         assert "Traceback" not in err
         ends.append((process.returncode, out, errors))
@@ -79,10 +74,10 @@ def test_workers_and_launched_ranks_give_the_tokens_of_one_process():
     launched = start_ranks(free_port(), [], [])
     params = [SamplingParams(max_tokens=3, ignore_eos=True, seq_seed=i) for i in range(3)]
     said = []
-    with LLM(CHECKPOINT, **OPTIONS, on_estimate=said.append) as llm:
+    with LLM(CHECKPOINT, **SMALL, on_estimate=said.append) as llm:
         assert not said, "one process on a CPU says nothing"
         alone = [output.token_ids for output in llm.generate(PROMPTS, params)]
-    with LLM(CHECKPOINT, **OPTIONS, data_parallel_size=2, on_estimate=said.append) as llm:
+    with LLM(CHECKPOINT, **SMALL, data_parallel_size=2, on_estimate=said.append) as llm:
         outputs = llm.generate(PROMPTS, params)
         assert [output.token_ids for output in outputs] == alone
         streamed = {o.req_id: o.token_ids for o in llm.stream(PROMPTS, params)}
@@ -111,7 +106,7 @@ def check_stop_and_close(llm, output):
 
 
 def test_a_killed_worker_ends_the_others_with_an_error(tmp_path):
-    llm = LLM(CHECKPOINT, **OPTIONS, data_parallel_size=2, record=str(tmp_path / "run"))
+    llm = LLM(CHECKPOINT, **SMALL, data_parallel_size=2, record=str(tmp_path / "run"))
     params = SamplingParams(max_tokens=500, ignore_eos=True)
     try:
         stream = llm.stream([[5, 6], [7, 8]], params)
@@ -122,7 +117,7 @@ def test_a_killed_worker_ends_the_others_with_an_error(tmp_path):
         os.kill(workers[1], signal.SIGKILL)
         with pytest.raises(GroupError, match="rank 1 was killed by SIGKILL"):
             list(stream)
-        assert time.monotonic() - start < 30
+        assert time.monotonic() - start < 120, "the group's own limit is 600 s"
         assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
     finally:
         llm.close()
@@ -131,7 +126,7 @@ def test_a_killed_worker_ends_the_others_with_an_error(tmp_path):
 
 def test_a_stopped_worker_ends_the_group_within_its_timeout():
     """It hangs and does not die: nobody's connection closes."""
-    llm = LLM(CHECKPOINT, **OPTIONS, data_parallel_size=2, group_timeout_s=8.0)
+    llm = LLM(CHECKPOINT, **SMALL, data_parallel_size=2, group_timeout_s=8.0)
     params = SamplingParams(max_tokens=500, ignore_eos=True)
     try:
         stream = llm.stream([[5, 6], [7, 8]], params)
@@ -143,7 +138,7 @@ def test_a_stopped_worker_ends_the_group_within_its_timeout():
         last = []
         with pytest.raises(GroupError, match="rank 1 was not heard of for 8 s"):
             last.extend(stream)
-        assert time.monotonic() - start < 60
+        assert time.monotonic() - start < 120
         reasons = [output.finish_reason for output in last if output.finished]
         assert reasons == ["error"] * 2
         assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
@@ -176,7 +171,9 @@ def test_ranks_with_another_token_do_not_meet():
     PrefixStore("minideepinfer-0-secret", store).set("rank0", "here")
     with pytest.raises(ConfigError) as error:
         join_group(address, start_s=1.0)
-    assert str(error.value) == "WORLD_SIZE = 2: not all ranks have come within 1 s: missing 0"
+    assert str(error.value) == (
+        "WORLD_SIZE = 2: rank 0 has not come within 1 s (group_start_timeout_s)"
+    )
 
 
 def test_ranks_of_several_machines_need_a_token(monkeypatch):
@@ -189,12 +186,11 @@ def test_ranks_of_several_machines_need_a_token(monkeypatch):
     assert not RankAddress.from_environment().is_local
 
 
-def test_launched_ranks_that_disagree_both_say_so():
+def test_one_of_the_launched_ranks_that_disagree_says_so():
     ends = ends_of(start_ranks(free_port(), [], ["--set=lookahead=1"]))
-    for code, _, errors in ends:
-        assert code == 2
-        assert len(errors) == 1
-        assert "lookahead = 0: ranks must agree, but rank 1 has 1" in errors[0]
+    assert [code for code, _, _ in ends] == [2, 2]
+    (error,) = [error for _, _, errors in ends for error in errors]
+    assert "lookahead = 0: ranks must agree, but rank 1 has 1" in error
 
 
 def test_a_port_in_use_is_one_line_on_every_rank():
@@ -204,11 +200,11 @@ def test_a_port_in_use_is_one_line_on_every_rank():
         port = taken.getsockname()[1]
         leader, other = (RankAddress(r, 2, "127.0.0.1", port, leads=r == 0) for r in (0, 1))
         with pytest.raises(ConfigError, match=f"group_port = {port}: cannot be had"):
-            LLM(CHECKPOINT, **OPTIONS, data_parallel_size=2, group_port=port)
+            LLM(CHECKPOINT, **SMALL, data_parallel_size=2, group_port=port)
         with pytest.raises(ConfigError, match=f"group_port = {port}: cannot be had"):
             join_group(leader)
         with pytest.raises(
-            ConfigError, match=f"rank 1 has not met a group at .* = 127.0.0.1:{port} "
+            ConfigError, match=rf"rank 0, .* looked for it .* = 127.0.0.1:{port} \(who listens"
         ):
             join_group(other, start_s=1.0)
 
@@ -218,11 +214,67 @@ def test_a_lone_rank_says_that_nobody_is_there():
     with pytest.raises(ConfigError) as error:
         join_group(address, start_s=0.3)
     assert str(error.value) == (
-        f"WORLD_SIZE = 2: rank 1 has not met anybody at MASTER_ADDR:MASTER_PORT = 127.0.0.1:"
-        f"{address.port} within 0.3 s (Connection refused); were all ranks started?"
+        "WORLD_SIZE = 2: rank 0, where all ranks meet, has not come within 0.3 s "
+        "(group_start_timeout_s): rank 1 looked for it at MASTER_ADDR:MASTER_PORT = 127.0.0.1:"
+        f"{address.port} (Connection refused)"
     )
+
+
+def joined(*addresses):
+    """Let ranks join, each on a thread; return what each is refused with."""
+
+    def join(address):
+        try:
+            join_group(address, start_s=1.0)
+        except MiniDeepInferError as error:
+            return error
+
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(join, addresses))
+
+
+def test_one_rank_says_which_others_are_missing():
+    store = lead_store(LOOPBACK, 0)
+    errors = joined(*(RankAddress(rank, 4, LOOPBACK, store.port) for rank in (0, 2)))
+    own, quoted = sorted(errors, key=lambda error: isinstance(error, GroupError))
+    said = "WORLD_SIZE = 4: ranks 1, 3 have not come within 1 s (group_start_timeout_s)"
+    assert str(own) == said
+    assert quoted.is_quoted
+    assert quoted.reason.endswith(said)
+
+
+def test_ranks_for_groups_of_other_sizes_do_not_meet():
+    store = lead_store(LOOPBACK, 0)
+    PrefixStore("minideepinfer-0-", store).set("rank1", "3 somebody")
+    (error,) = joined(RankAddress(0, 2, LOOPBACK, store.port))
+    assert str(error) == "WORLD_SIZE = 2: ranks must agree, but rank 1 has 3 where rank 0 has this"
+
+
+def test_a_rank_is_there_once():
+    store = lead_store(LOOPBACK, 0)
+    PrefixStore("minideepinfer-0-", store).set("rank1", "2 somebody")
+    (error,) = joined(RankAddress(1, 2, LOOPBACK, store.port))
+    assert str(error) == "RANK = 1: another process of this group has it, too"
+
+
+def test_under_torchrun_one_rank_tells_an_error_and_the_others_leave(monkeypatch, capsys):
+    """torchrun's store is ours here; what the ranks do is done by one process after the other."""
+    store = lead_store(LOOPBACK, 0)
+    for name, value in (("WORLD_SIZE", "2"), ("MASTER_PORT", str(store.port)),
+                        ("TORCHELASTIC_USE_AGENT_STORE", "True")):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    left = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.setattr(last_words, "_LEAVE_S", 0.01)
+    own, quoted = ConfigError("a", 1, "b"), GroupError("d", True)
+    for rank, line, error in (("0", "error: a", own), ("1", "error: a", own),
+                              ("1", "error: b", own), ("1", "error: c", quoted)):  # fmt: skip
+        monkeypatch.setenv("RANK", rank)
+        last_words.tell_once(line, error)
+    assert capsys.readouterr().err == "error: a\nerror: b\n"
+    assert left == [0, 0]
 
 
 def test_an_error_while_a_worker_loads_is_the_callers():
     with pytest.raises(ConfigError, match="max_model_len"):
-        LLM(CHECKPOINT, **{**OPTIONS, "max_model_len": 1 << 20}, data_parallel_size=2)
+        LLM(CHECKPOINT, **{**SMALL, "max_model_len": 1 << 20}, data_parallel_size=2)

@@ -4,7 +4,6 @@ import pytest
 
 pytest.importorskip("torch", reason="running models needs the exec extra")
 
-import torch
 
 from mdi_exec.engine.llm import LLM
 from mdi_exec.engine.sampling import SamplingParams
@@ -19,7 +18,6 @@ from mdi_traces.run import load_run
 from tests.exec.engines import CHECKPOINT, SMALL
 from tests.exec.groups import llm_results, run_ranks
 
-OPTIONS = {**SMALL, "prefill_attempt_interval": 2, "prefill_any_attempt_interval": 3}
 # On two ranks, rank 0 gets the long ones, which outgrow their first block together.
 PROMPTS = [[3 + i] * length for i, length in enumerate((126, 5, 127, 9, 125, 1, 126, 2))]
 PARAMS = [SamplingParams(max_tokens=4, ignore_eos=True, seq_seed=i, temperature=0.9, top_logprobs=2)
@@ -27,13 +25,8 @@ PARAMS = [SamplingParams(max_tokens=4, ignore_eos=True, seq_seed=i, temperature=
 PRESSED = {"num_blocks": 6, "max_model_len": 600}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 def generate(**options):
-    with LLM(CHECKPOINT, **{**OPTIONS, **options}) as llm:
+    with LLM(CHECKPOINT, **{**SMALL, **options}) as llm:
         outputs = llm.generate(PROMPTS, PARAMS)
         return [(o.token_ids, o.logprobs, o.finish_reason) for o in outputs], llm.engine
 
@@ -78,7 +71,7 @@ def test_one_record_of_all_ranks_is_sound_and_retraces(tmp_path):
     work = cut_lengths(work, max_prompt=40, max_output=4)
 
     def serve():
-        with LLM(CHECKPOINT, **OPTIONS, record=str(tmp_path / "run")) as llm:
+        with LLM(CHECKPOINT, **SMALL, record=str(tmp_path / "run")) as llm:
             TraceClient(llm.engine, work).run()
 
     llm_results(2, serve)
@@ -93,7 +86,7 @@ def test_one_record_of_all_ranks_is_sound_and_retraces(tmp_path):
 
 def test_an_error_in_the_callers_code_ends_all_and_keeps_what_was_recorded(tmp_path):
     def serve():
-        with LLM(CHECKPOINT, **OPTIONS, record=str(tmp_path / "run")) as llm:
+        with LLM(CHECKPOINT, **SMALL, record=str(tmp_path / "run")) as llm:
             llm.engine.expect_requests()
             llm.engine.add_request([5, 6, 7], SamplingParams(max_tokens=50, ignore_eos=True))
             while llm.engine.has_unfinished_requests():
@@ -113,7 +106,7 @@ def test_ranks_that_disagree_say_so_on_every_rank():
     sizes = iter([16, 15])
 
     def make():
-        LLM(CHECKPOINT, **{**OPTIONS, "max_num_seqs": next(sizes)})
+        LLM(CHECKPOINT, **{**SMALL, "max_num_seqs": next(sizes)})
 
     with pytest.raises(ConfigError, match=r"max_num_seqs = 1[56]: ranks must agree"):
         llm_results(2, make)
@@ -140,11 +133,11 @@ def test_require_equal_names_the_rank_that_differs():
 )
 def test_options_of_a_group_are_checked_before_anything_starts(options, message):
     with pytest.raises(ConfigError, match=message):
-        LLM(CHECKPOINT, **OPTIONS, **options)
+        LLM(CHECKPOINT, **SMALL, **options)
 
 
 def test_without_a_listener_each_rank_logs_what_it_will_take(caplog):
     caplog.set_level("INFO", logger="mdi_exec.engine.llm")
-    llm_results(2, lambda: LLM(CHECKPOINT, **OPTIONS).close())
+    llm_results(2, lambda: LLM(CHECKPOINT, **SMALL).close())
     lines = sorted(record.getMessage() for record in caplog.records)
     assert [line[:14] for line in lines] == ["rank 0 of 2: 1", "rank 1 of 2: 1"]

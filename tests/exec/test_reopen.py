@@ -6,7 +6,6 @@ import pytest
 
 pytest.importorskip("torch", reason="running models needs the exec extra")
 
-import torch
 
 from mdi_exec.engine.llm import LLM
 from mdi_exec.engine.sampling import SamplingParams
@@ -18,11 +17,6 @@ from tests.exec.groups import llm_results
 
 PROMPTS = [[5] * 140, [17, 3], [8]]
 PARAMS = [SamplingParams(max_tokens=4, ignore_eos=True, seq_seed=i) for i in range(len(PROMPTS))]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
 
 
 def tokens(llm):

@@ -19,7 +19,7 @@ from mdi_exec.weights.checkpoint import open_checkpoint
 from mdi_exec.weights.random import RandomSource
 from mdi_exec.weights.source import random_config
 from mdi_shared.errors import ConfigError
-from tests.exec.conftest import GOLDEN
+from tests.exec.engines import CHECKPOINT
 
 LIMITS = StepLimits(rows=64, seqs=4, context=512)
 
@@ -51,7 +51,7 @@ class PretendExchange(NoExchange):
 
 @pytest.fixture(scope="module")
 def checkpoint():
-    return open_checkpoint(GOLDEN / "tiny")
+    return open_checkpoint(CHECKPOINT)
 
 
 def load(source, config, shard, token_map) -> tuple[Transformer, dict[str, int]]:

@@ -15,7 +15,7 @@ from mdi_traces.run import load_run
 from tests.exec.engines import CHECKPOINT, SMALL, is_empty
 from tests.exec.groups import llm_results
 
-LONG = SamplingParams(max_tokens=40, ignore_eos=True, seed=1)
+LONG = SamplingParams(max_tokens=20, ignore_eos=True, seed=1)
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True, seed=1)
 
 
@@ -70,7 +70,7 @@ def test_a_call_during_an_open_stream_takes_none_of_its_outputs(llm):
     rest, others = [first, *stream], list(other)
     assert tokens(rest) == alone["a"]
     assert tokens(others) == alone["b"]
-    assert [len(output.new_token_ids) for output in rest] == [1] * 40, "a step was swallowed"
+    assert [len(output.new_token_ids) for output in rest] == [1] * 20, "a step was swallowed"
     assert next(stream, None) is None
     assert is_empty(llm.engine)
 
@@ -124,22 +124,23 @@ def test_a_closed_stream_has_ended_when_close_returns(llm):
 
 
 def test_threads_generate_side_by_side(llm):
+    params = SamplingParams(max_tokens=12, ignore_eos=True, seed=1)
     prompts = [[[5 + i] * 20, [30 + i]] for i in range(6)]
-    alone = [tokens(llm.generate(each, LONG)) for each in prompts]
+    alone = [tokens(llm.generate(each, params)) for each in prompts]
     found = [None] * len(prompts)
 
     def call(index):
         if index % 2:
-            found[index] = tokens(llm.generate(prompts[index], LONG))
+            found[index] = tokens(llm.generate(prompts[index], params))
         else:
-            done = {o.prompt_index: o.token_ids for o in llm.stream(prompts[index], LONG)}
+            done = {o.prompt_index: o.token_ids for o in llm.stream(prompts[index], params)}
             found[index] = [done[i] for i in range(2)]
 
     threads = [threading.Thread(target=call, args=(i,)) for i in range(len(prompts))]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
         assert not thread.is_alive(), "a call hangs"
     assert found == alone
     assert is_empty(llm.engine)
@@ -159,7 +160,7 @@ def test_a_second_thread_under_torchrun_is_refused():
 
             thread = threading.Thread(target=call)
             thread.start()
-            thread.join(60)
+            thread.join(300)
             return said, len(tokens(stream))
 
     results = llm_results(2, work)

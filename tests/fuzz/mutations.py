@@ -1,11 +1,13 @@
 """JSON documents with one value changed: every place, and what a careless or hostile hand puts in.
 
-`mutations` yields them one by one; the same document gives the same ones.
+`mutations` yields them one by one; the same document gives the same ones. `mutated` draws one of a
+document that has too many places.
 """
 
 import json
 from collections.abc import Iterator
 from copy import deepcopy
+from random import Random
 from typing import Any
 
 # JSON as text: some of these no Python value stands for.
@@ -44,3 +46,33 @@ def mutations(document: Any) -> Iterator[tuple[tuple[Any, ...], str, str]]:
             yield path, "left out", json.dumps(changed["top"])
             holder["unknown"] = 1
             yield path, "renamed", json.dumps(changed["top"])
+
+
+def mutated(document: Any, rng: Random) -> str:
+    """Return the document as text with one value, drawn at random, replaced, moved or left out."""
+    paths = list(places(document))
+    path, other = rng.choice(paths), rng.choice(paths)
+    changed = deepcopy({"top": document})
+    holder: Any = changed
+    for key in ("top", *path)[:-1]:
+        holder = holder[key]
+    last = ("top", *path)[-1]
+    value = holder[last]
+    how = rng.random()
+    if how < 0.1 and path:
+        del holder[last]
+    elif how < 0.2 and isinstance(holder, dict):
+        holder["unknown"] = holder.pop(last)
+    elif how < 0.3:  # another place's value
+        found: Any = document
+        for key in other:
+            found = found[key]
+        holder[last] = found
+    elif how < 0.5 and isinstance(value, int):
+        holder[last] = rng.choice(
+            (value + 1, value - 1, value * 2, value // 2, -value, value << 32)
+        )
+    else:
+        holder[last] = _MARK
+    new = rng.choice((*BAD_NUMBERS, *OTHERS))
+    return json.dumps(changed.get("top")).replace(json.dumps(_MARK), new)

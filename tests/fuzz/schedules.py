@@ -5,19 +5,13 @@ chunking on and off, checkpoints, cost targets, steps taken many at once, defaul
 Every invariant of the scheduler is checked after every turn. In default mode each run must end with
 all requests answered once and all memory back; in strict mode it may instead end with the
 production engine's deadlock or its own check, and what an abort has lost must be accounted for.
-
-    python -m tests.fuzz.schedules 100000 [--seed 0] [--minutes 60]
-
-A failing seed is printed with what it broke, and `python -m tests.fuzz.schedules 1 --seed N`
-repeats it. The command ends with 1 when there was one.
 """
 
-import argparse
 import random
-import sys
-import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from mdi_shared.chunking import ChunkPolicy, CostTarget
 from mdi_shared.cost.shape import TINY
@@ -77,29 +71,6 @@ def run(seed: int, counts: Counter[str]) -> None:
         counts["preemptions"] += rank.scheduler.num_preempted
 
 
-def main() -> int:
-    """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("count", type=int, help="how many schedules")
-    parser.add_argument("--seed", type=int, default=0, help="the first one's")
-    parser.add_argument("--minutes", type=float, default=60.0, help="stop after so long")
-    options = parser.parse_args()
-    counts: Counter[str] = Counter()
-    failed, start = 0, time.monotonic()
-    for seed in range(options.seed, options.seed + options.count):
-        if time.monotonic() - start > 60 * options.minutes:
-            print(f"stopped before seed {seed}, after {options.minutes:g} minutes")
-            break
-        try:
-            run(seed, counts)
-        except Exception as error:  # noqa: BLE001 - whatever it is, its seed is wanted
-            failed += 1
-            print(f"seed {seed}: {type(error).__name__}: {error}")
-    for name, count in sorted(counts.items()):
-        print(f"{name}: {count:,}")
-    print(f"failed: {failed}")
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def schedules(folder: Path) -> Callable[[int, Counter[str]], None]:
+    """Return the suite."""
+    return run

@@ -10,6 +10,7 @@ from mdi_exec.model.weights import ExpansionBudget, Weights
 from mdi_exec.ranks.exchange import KINDS, ExpertShard, make_exchange
 from mdi_exec.weights.checkpoint import open_checkpoint
 from tests.exec.conftest import GOLDEN
+from tests.exec.engines import CHECKPOINT
 from tests.exec.ranks import drive, run_ranks
 
 GPUS = 2
@@ -38,7 +39,7 @@ def all_kinds(token_map):
 
 
 def tiny_model(token_map, shard, *exchange):
-    checkpoint = open_checkpoint(GOLDEN / "tiny")
+    checkpoint = open_checkpoint(CHECKPOINT)
     weights = Weights(checkpoint, "cuda", budget=ExpansionBudget(1e9, True), shard=shard)
     options = {"exchange": exchange[0]} if exchange else {}
     return Transformer(checkpoint.config, weights, token_map=token_map, **options)

@@ -20,12 +20,13 @@ from mdi_exec.numerics import Numerics
 from mdi_traces import check_run, load_run
 from tests.exec.engines import CHECKPOINT, GOLDEN_MODES, SMALL
 from tests.exec.test_engine_golden import ALL_STEPS, FEW_STEPS, LENGTHS, WAYS, Run
+from tests.exec.weights import GOLDEN_TINY
 from tests.gpu.marks import gpu
 from tests.gpu.strictness import unawaited
 
 pytestmark = gpu
 
-GOLDEN = CHECKPOINT.parent
+GOLDEN = GOLDEN_TINY.parent
 FOLDERS = {Numerics.QUANTISED: "logits", Numerics.FLOAT32: "logits_f32"}
 PROMPTS = [[5 + i, 17, 300, 42 + i] * (1 + 35 * (i % 3)) for i in range(7)]
 PARAMS = [

@@ -99,18 +99,17 @@ def generate() -> list[Visited]:
     from minideepinfer import LLM, SamplingParams
 
     with LLM(ROOT / "tests/golden/tiny", max_model_len=512, kv_cache_memory_gb=0.1) as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=4)
+        params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
         return visited(lambda: llm.generate([[100, 200, 300]], params))
 
 
 def simulate() -> list[Visited]:
     """One request, from `mdi simulate` until its tables stand."""
-    from minideepinfer.cli import main
+    from minideepinfer.cli import run_and_flush
 
     def run() -> None:
-        with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()), \
-                contextlib.redirect_stderr(io.StringIO()):  # fmt: skip
-            main()
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            run_and_flush()
 
     argv, sys.argv = sys.argv, ["mdi", "simulate", "--workload", "azure-conv", "-n", "1"]
     try:

@@ -49,7 +49,7 @@ class FakeDevices:
 
     def wait(self, step):
         with self.lock:
-            self.lock.wait_for(lambda: step in self.times or self.failed, timeout=60)
+            self.lock.wait_for(lambda: step in self.times or self.failed, timeout=300)
             assert step in self.times, "the other ranks never launched this step"
             return self.times[step]
 
@@ -63,9 +63,9 @@ class Exchange:
 
     def gather(self, rank, value):
         self.values[rank] = value
-        self.barrier.wait(timeout=60)
+        self.barrier.wait(timeout=300)
         values = list(self.values)
-        self.barrier.wait(timeout=60)
+        self.barrier.wait(timeout=300)
         return values
 
 

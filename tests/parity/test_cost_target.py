@@ -6,10 +6,6 @@ import pytest
 
 pytest.importorskip("torch", reason="running models needs the exec extra")
 
-from pathlib import Path
-
-import torch
-
 from mdi_exec.engine.llm import LLM
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_shared.config import SchedulerConfig
@@ -17,8 +13,8 @@ from mdi_shared.cost.linear import PREFILL_TERMS, DecodeTerms, LinearCost, Prefi
 from mdi_shared.errors import ConfigError
 from mdi_sim.retrace import recorded_description, recorded_requests, replay_recorded
 from mdi_sim.simulate import simulate
+from tests.exec.engines import CHECKPOINT
 
-CHECKPOINT = Path(__file__).parents[1] / "golden" / "tiny"
 PROMPTS = (1_300, 700, 40, 1_000, 90)
 
 
@@ -42,15 +38,17 @@ def model_file(tmp_path):
 
 def record(path, **options):
     """Serve a few long prompts that come at once; return the run and what the engine had to say."""
-    torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
     llm = LLM(
         CHECKPOINT, max_model_len=1_400, num_blocks=64, max_num_seqs=8, record="unused",
         max_num_batched_tokens=1_024, chunk_policy="cost_target", cost_model=str(path), **options,
     )  # fmt: skip
     try:
+        # At one time, however long this process is kept from adding the last.
+        now_ns = llm.engine.now_ns()
         for index, length in enumerate(PROMPTS):
             params = SamplingParams(max_tokens=3, ignore_eos=True, seq_seed=index)
-            llm.engine.add_request([3 + i % 900 for i in range(length)], params)
+            prompt = [3 + i % 900 for i in range(length)]
+            llm.engine.add_request(prompt, params, arrival_ns=now_ns)
         while llm.engine.has_unfinished_requests():
             llm.engine.step()
         llm.engine.drain()

@@ -1,8 +1,8 @@
 """The real executor against the simulator: a recorded run, retraced, makes the same plans.
 
-A few hundred requests on the tiny model, arriving while earlier ones run, some aborted, in a pool
-small enough that some are preempted. Durations are whatever this machine takes; decisions may not
-depend on more than the record holds.
+Many requests with forced tokens on the tiny model, arriving while earlier ones run, some aborted,
+in a pool small enough that some are preempted. Durations are whatever this machine takes; decisions
+may not depend on more than the record holds.
 """
 
 import random
@@ -11,17 +11,13 @@ import pytest
 
 pytest.importorskip("torch", reason="running models needs the exec extra")
 
-from pathlib import Path
-
-import torch
-
 from mdi_exec.engine.llm import LLM
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_sim.retrace import replay_recorded
 from mdi_traces.check import check_run
+from tests.exec.engines import CHECKPOINT
 
-CHECKPOINT = Path(__file__).parents[1] / "golden" / "tiny"
-NUM_REQUESTS = 200
+NUM_REQUESTS = 120
 PLAN_COLUMNS = (
     "step", "kind", "n_seqs", "n_tokens", "n_tokens_padded", "sum_k", "n_chunked", "n_finished",
     "n_ignored", "n_preempted", "n_dropped", "free_blocks", "free_slots", "n_waiting", "n_running",
@@ -32,23 +28,24 @@ PLAN_COLUMNS = (
 def record(enable_zos, rng):
     """Serve requests that come in bursts while others run; return the run and its preemptions."""
     options = {
-        "max_model_len": 600, "num_blocks": 18, "max_num_seqs": 48, "enable_zos": enable_zos,
+        "max_model_len": 500, "num_blocks": 10, "max_num_seqs": 48, "enable_zos": enable_zos,
         "max_num_batched_tokens": 300, "prefill_attempt_interval": 3,
         "prefill_any_attempt_interval": 5, "record": "unused",
     }  # fmt: skip
-    torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
     llm = LLM(CHECKPOINT, **options)
     engine = llm.engine
     try:
         sent = 0
         while sent < NUM_REQUESTS or engine.has_unfinished_requests():
             for _ in range(min(rng.choice([0, 8, 24, 40]), NUM_REQUESTS - sent)):
-                params = SamplingParams(
-                    max_tokens=rng.randint(2, 6),
-                    seq_seed=sent,
-                    stop_token_ids=tuple(range(sent % 20, 1024, 20)),  # one token in twenty
-                )
                 length = rng.choice([2, 3, 5, 9, 30, 126, 127, 127])
+                is_long = length > 100  # it runs until it outgrows its block: some are preempted
+                params = SamplingParams(
+                    max_tokens=4 if is_long else rng.randint(2, 6),
+                    # Forced: who stops early is not the model's to say.
+                    golden_token_ids=tuple(rng.randrange(3, 1000) for _ in range(6)),
+                    stop_token_ids=() if is_long else tuple(range(sent % 10, 1024, 10)),
+                )
                 prompt = [rng.randrange(3, 1000) for _ in range(length)]
                 name = engine.add_request(prompt, params)
                 if rng.random() < 0.1:

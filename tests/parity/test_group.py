@@ -11,8 +11,6 @@ import pytest
 
 pytest.importorskip("torch", reason="running models needs the exec extra")
 
-import torch
-
 from mdi_exec.engine.engine import LLMEngine
 from mdi_exec.engine.llm import LLM
 from mdi_exec.engine.recording import Recording
@@ -35,8 +33,8 @@ INTERVALS = {"prefill_attempt_interval": 2, "prefill_any_attempt_interval": 3}
 def serve(engine, left, lengths, most_tokens, first=()):
     """Serve one rank's requests, which come in bursts; return the run (rank 0) and preemptions.
 
-    `first` are (prompt tokens, output tokens) that come before all others and stop nowhere else,
-    whatever the model says.
+    `first` are (prompt tokens, output tokens) that come before all others and stop nowhere else.
+    All tokens are forced: when a request ends is not the model's to say.
     """
     rank, vocab_size = engine.group.rank, engine.vocab_size
     rng = random.Random(f"{rank} {left}")
@@ -47,9 +45,11 @@ def serve(engine, left, lengths, most_tokens, first=()):
     while engine.has_unfinished_requests():
         for _ in range(min(rng.choice([0, 0, 4, 8]), left)):
             stops = tuple(range(left % 20, vocab_size, 20))
+            forced = tuple(rng.randrange(2, vocab_size) for _ in range(most_tokens))
             params = SamplingParams(
-                max_tokens=rng.randint(2, most_tokens), seq_seed=left, stop_token_ids=stops
-            )
+                max_tokens=rng.randint(2, most_tokens), golden_token_ids=forced,
+                stop_token_ids=stops,
+            )  # fmt: skip
             prompt = [rng.randrange(3, vocab_size) for _ in range(rng.choice(lengths))]
             engine.add_request(prompt, params, f"{rank}-{left}")
             if rng.random() < 0.1:
@@ -95,8 +95,6 @@ def test_a_record_of_made_up_devices_retraced_makes_the_same_plans(seed):
 
 
 def test_a_record_of_four_real_ranks_retraced_makes_the_same_plans():
-    torch.set_num_threads(1)
-
     def work():
         llm = LLM(CHECKPOINT, **REAL, **INTERVALS, record="unused")
         left = (4, 3, 1, 0)[llm.rank.group.rank]

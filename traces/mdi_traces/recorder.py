@@ -182,10 +182,10 @@ class RankRecorder:
             ended += report.outcome.ended
         return [self._note_end(ending, now_ns) for ending in ended]
 
-    def closed(self, unfinished: tuple[tuple[int, int], ...], pool: tuple[int, int]) -> None:
+    def closed(self, unfinished: tuple[tuple[int, int], ...], pool: tuple[int, int] | None) -> None:
         """Note the end of the run: (sequence id, output tokens) of live requests, free ids left.
 
-        `pool` are `POOL_FIELDS`.
+        `pool` are `POOL_FIELDS`, None while the run goes on.
         """
         for seq_id, output_len in unfinished:
             self.requests[seq_id].output_len = output_len

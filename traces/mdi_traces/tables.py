@@ -55,7 +55,8 @@ def build_run(
     reasons.update(dict.fromkeys(not_arrived, NOT_ARRIVED))
     requests = _requests(ranks, trace, arrived_ns, reasons)
     pools = [recorder.final_pool for recorder in recorders]
-    left = {name: [pool[i] for pool in pools if pool] for i, name in enumerate(rec.POOL_FIELDS)}
+    known = [] if None in pools else pools
+    left = {name: [pool[i] for pool in known if pool] for i, name in enumerate(rec.POOL_FIELDS)}
     metadata = replace(metadata, table=STEPS, config={**metadata.config, "left_free": left})
 
     def steps() -> Iterator[pa.Table]:

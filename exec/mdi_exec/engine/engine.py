@@ -17,6 +17,7 @@ from mdi_exec.engine.request_state import (
     RequestOutput,
     RequestState,
     Sink,
+    arrival,
     require_name,
 )
 from mdi_exec.engine.runner import ModelRunner, Pending, StepTokens
@@ -25,6 +26,7 @@ from mdi_exec.errors import EngineStoppedError
 from mdi_exec.ranks.parallel import HAS_COME, MAY_COME, NOTHING_COMES, RankGroup
 from mdi_exec.weights.tokenizer import Tokenizer
 from mdi_shared.config import SchedulerConfig
+from mdi_shared.errors import ConfigError
 from mdi_shared.loop import (
     Answer,
     AwaitArrival,
@@ -129,7 +131,7 @@ class LLMEngine:
         assert rank is None or self.takes(rank), f"rank {rank}'s request, on {self.group.rank}"
         with self.book.lock:
             self._require_open()  # asked again: it may have stopped meanwhile
-            arrival_ns = self.now_ns() if arrival_ns is None else arrival_ns
+            arrival_ns = arrival(arrival_ns, self.now_ns())
             state = self.book.add(prompt_token_ids, params, req_id, arrival_ns, sink)
             self._inbox.append(state)
         return state.req_id
@@ -158,7 +160,9 @@ class LLMEngine:
         return self.scheduler.config
 
     def warm_up(self) -> None:
-        """Compile kernels and capture graphs now; before any request."""
+        """Compile kernels and capture graphs now. Raises `ConfigError` while requests run."""
+        if self.scheduler.has_unfinished() or self._flights:
+            raise ConfigError("warm_up", "late", "requests run; warm up before them or after")
         config = self.scheduler.config
         self.runner.warm_up(min(config.token_budget, config.max_model_len))
 
@@ -234,7 +238,9 @@ class LLMEngine:
 
     def drain(self) -> None:
         """Run until the engine is idle; what becomes visible is given out as in `turn`."""
-        while self.scheduler.has_unfinished() or self.scheduler.num_in_flight or not self._is_idle:
+        scheduler = self.scheduler
+        queued = self.book.live if self.group.size == 1 else {}  # nobody may have looked at it yet
+        while scheduler.has_unfinished() or scheduler.num_in_flight or queued or not self._is_idle:
             self.turn()
 
     def close(self, *, leaves_group: bool = True) -> None:

@@ -21,7 +21,7 @@ from mdi_exec.engine.sampling import SamplingParams, params_for_each
 from mdi_exec.engine.streams import OutputStream, Place, Turns
 from mdi_exec.engine.workers import GroupEngine
 from mdi_exec.model.config import ModelConfig
-from mdi_exec.ranks.parallel import RankAddress
+from mdi_exec.ranks.meeting import RankAddress
 from mdi_exec.weights.source import ModelSource
 from mdi_exec.weights.tokenizer import Tokenizer
 from mdi_shared.config import SchedulerConfig
@@ -85,8 +85,13 @@ class LLM:
             size = self.options.data_parallel_size
             raise ConfigError("data_parallel_size", size, "ranks that the LLM has started cannot "
                               "be reopened; make another LLM")  # fmt: skip
-        self._rank.reopen(options)
-        self._begin()
+        rank = self._rank
+
+        def reopen() -> None:
+            rank.reopen(options)
+            self._begin()
+
+        self._turns.alone(reopen)
 
     @property
     def _served(self) -> Rank | GroupEngine:
@@ -166,34 +171,41 @@ class LLM:
         Requests are checked and begin now, not with the first output. Under torchrun each rank
         gives those of its own requests.
         """
-        requests = self._checked(prompts, sampling_params, prompt_token_ids)
+        turns = self._turns  # with its engine: another thread may reopen
+        engine = cast(LLMEngine | GroupEngine, turns.engine)
+        requests = self._checked(engine, prompts, sampling_params, prompt_token_ids)
 
         def add(sink: Sink) -> Iterator[tuple[str, Place]]:
-            self.engine.expect_requests()
+            engine.expect_requests()
             for ids, params, place in requests:
-                name = self._place(ids, params, sink)
+                name = self._place(engine, ids, params, sink)
                 if name is not None:
                     yield name, place
 
-        return OutputStream(self._turns, add)
+        return OutputStream(turns, add)
 
     def warm_up(self) -> None:
-        """Compile kernels and capture graphs now, rather than in the first step of each size."""
-        self.engine.warm_up()
+        """Compile kernels and capture graphs now, rather than in the first step of each size.
+
+        Raises `ConfigError` while requests run.
+        """
+        self._turns.alone(self.engine.warm_up)
 
     def save_recording(self) -> None:
         """Write the run so far to the files `record` names; nothing without it.
 
         One run for all ranks; under torchrun all of them call this, and rank 0 writes.
         """
-        self._served.save_recording()
+        self._turns.alone(self._served.save_recording)
 
     def close(self) -> None:
         """Save the recording and release the device; the object cannot be used afterwards.
 
-        When its group has failed, a rank saves what it has recorded itself, as PREFIX.rankN.
+        A turn that another thread takes is waited for; requests that still run get a last output
+        with the finish reason `error`. When its group has failed, a rank saves what it has recorded
+        itself, as PREFIX.rankN.
         """
-        self._served.close()
+        self._turns.alone(self._served.close)
 
     def __enter__(self) -> "LLM":
         return self
@@ -209,27 +221,29 @@ class LLM:
         self.close()
 
     def _checked(
-        self, prompts: Prompts | None, params: Params | None, prompt_token_ids: Prompts | None
-    ) -> list[tuple[list[int], SamplingParams, Place]]:
+        self, engine: LLMEngine | GroupEngine, prompts: Prompts | None, params: Params | None,
+        prompt_token_ids: Prompts | None,
+    ) -> list[tuple[list[int], SamplingParams, Place]]:  # fmt: skip
         """Check everything first, so that a bad prompt leaves no other one half-started."""
         if (prompts is None) == (prompt_token_ids is None):
             raise ConfigError("prompts", prompts, "give either prompts or prompt_token_ids")
         all_ids = [self._encode(prompt) for prompt in _listed(prompts, prompt_token_ids)]
         each = params_for_each(params, len(all_ids))
         for ids, one in zip(all_ids, each, strict=True):
-            self.engine.check_request(ids, one)
+            engine.check_request(ids, one)
         return [
             (ids, one.sample(sample_index), (prompt_index, sample_index))
             for prompt_index, (ids, one) in enumerate(zip(all_ids, each, strict=True))
             for sample_index in range(one.n)
         ]
 
-    def _place(self, ids: list[int], params: SamplingParams, sink: Sink) -> str | None:
+    def _place(
+        self, engine: LLMEngine | GroupEngine, ids: list[int], params: SamplingParams, sink: Sink
+    ) -> str | None:
         """Add a request on the rank that shall serve it; all ranks under torchrun decide alike.
 
         Returns its name, None when another process has it.
         """
-        engine = self.engine
         if engine.num_ranks == 1:
             return engine.add_request(ids, params, sink=sink)
         with self._placing:

@@ -45,6 +45,7 @@ from mdi_shared.cost.roofline import RooflineCost
 from mdi_shared.cost.shape import ModelShape
 from mdi_shared.cost.step_cost import StepCost
 from mdi_shared.scheduler import Scheduler
+from mdi_traces.schema import this_generator
 
 CostModel = LinearCost | PredictedCost  # as read from a file
 
@@ -218,10 +219,15 @@ class LoadedModel:
         if options.gpu_memory_utilization is not None:
             smallest = min(blocks for (blocks,) in self.group.gather((config.num_blocks,)))
             config = replace(config, num_blocks=smallest)
-        own = {"device", "record", "group_port", "group_timeout_s"}
+        own = {"device", "record", "group_port", "group_timeout_s", "group_start_timeout_s"}
         engine = {n: v for n, v in asdict(options).items() if n not in own}
         self.group.require_equal(
-            {"checkpoint": self.source.fingerprint, **engine, **asdict(config)}
+            {
+                "checkpoint": self.source.fingerprint,
+                "version": f"{this_generator()}, torch {torch.__version__}",
+                **engine,
+                **asdict(config),
+            }
         )
         return config
 

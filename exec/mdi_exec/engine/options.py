@@ -4,9 +4,11 @@ Read next: `mdi_shared/config.py` (the scheduler's options), `engine.py`.
 """
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import torch
 
@@ -15,7 +17,7 @@ from mdi_exec.model.cache import CacheLayout
 from mdi_exec.numerics import Numerics
 from mdi_exec.ranks.exchange import require_kind
 from mdi_shared.config import MOST_BLOCKS, SchedulerConfig
-from mdi_shared.errors import ConfigError
+from mdi_shared.errors import ConfigError, is_number
 from mdi_shared.placement import placement_by_name
 
 GB = 1e9
@@ -27,6 +29,7 @@ MOST_TIMEOUT_S = 1_000_000
 LOADING = (
     "device", "numerics", "revision", "weight_cache_memory_gb", "expanded_weights_memory_gb",
     "data_parallel_size", "expert_parallel_size", "exchange", "group_port", "group_timeout_s",
+    "group_start_timeout_s",
 )  # fmt: skip
 """Options that a loaded model keeps; all others belong to the engine that serves it."""
 
@@ -53,8 +56,8 @@ class EngineOptions:
     routed experts; `expert_parallel_size` is the same number in this version. They are processes
     that the LLM starts, unless torchrun has. `exchange` is how rows reach other ranks' experts:
     "all_gather" or "all_to_all". `placement` says which rank serves a request.
-    `group_port` is where they meet (0: any free one); a rank that is not heard of for
-    `group_timeout_s` seconds ends the group.
+    `group_port` is where they meet (0: any free one), for which they have `group_start_timeout_s`
+    seconds; a rank that is not heard of for `group_timeout_s` seconds ends the group.
     """
 
     device: str = "cpu"
@@ -76,9 +79,12 @@ class EngineOptions:
     placement: str = "round_robin"
     group_port: int = 0
     group_timeout_s: float = 600.0
+    group_start_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
+        if isinstance(self.record, os.PathLike):
+            object.__setattr__(self, "record", os.fspath(self.record))
+        _check_types(self)
         _check_device_name(self.device)
         names = [n.value for n in Numerics]
         if self.numerics not in names:
@@ -110,9 +116,10 @@ class EngineOptions:
         placement_by_name(self.placement)
         if not 0 <= self.group_port < 1 << 16:
             raise ConfigError("group_port", self.group_port, "must be from 0 to 65535")
-        if not 0 < self.group_timeout_s <= MOST_TIMEOUT_S:
-            raise ConfigError("group_timeout_s", self.group_timeout_s,
-                              f"must be above 0 and at most {MOST_TIMEOUT_S:,} s")  # fmt: skip
+        for name in ("group_timeout_s", "group_start_timeout_s"):
+            if not 0 < getattr(self, name) <= MOST_TIMEOUT_S:
+                raise ConfigError(name, getattr(self, name),
+                                  f"must be above 0 and at most {MOST_TIMEOUT_S:,} s")  # fmt: skip
 
     def require_group(self, size: int) -> None:
         """Raise `ConfigError` unless these options fit a group of `size` ranks."""
@@ -131,7 +138,9 @@ class EngineOptions:
         """
         kept = {name: getattr(self, name) for name in LOADING}
         for name, value in kept.items():
-            if options.get(name, value) != value:
+            given = options.get(name, value)
+            is_kind = type(given) is type(value) or (is_number(given) and is_number(value))
+            if not is_kind or given != value:
                 raise ConfigError(name, options[name], f"the model was loaded with {value!r}, and "
                                   "another value needs another LLM")  # fmt: skip
         return {**options, **kept}
@@ -170,19 +179,21 @@ class EngineOptions:
         return free - (1.0 - self.gpu_memory_utilization) * total - workspace
 
 
-def _check_numbers(options: EngineOptions) -> None:
-    """A size in GB or a share is a number, a count an integer; neither is a string or a bool."""
-    for field in fields(options):
-        value, declared = getattr(options, field.name), str(field.type)
-        if declared in ("bool", str(bool)) and not isinstance(value, bool):
-            raise ConfigError(field.name, value, "must be true or false")
-        if "float" not in declared and "int" not in declared:
+_KINDS: dict[type, tuple[tuple[type, ...], str]] = {  # of a field: what it takes, in words
+    bool: ((bool,), "true or false"), int: ((int,), "an integer"),
+    float: ((int, float), "a number"), str: ((str,), "a text"),
+}  # fmt: skip
+
+
+def _check_types(options: EngineOptions) -> None:
+    """A size in GB or a share is a number, a count an integer, and neither is a bool."""
+    for name, declared in get_type_hints(EngineOptions).items():
+        value, kinds = getattr(options, name), get_args(declared) or (declared,)
+        if value is None and NoneType in kinds:
             continue
-        allowed = (int, float) if "float" in declared else (int,)
-        is_absent = value is None and "None" in declared
-        if not is_absent and (isinstance(value, bool) or not isinstance(value, allowed)):
-            kind = "a number" if "float" in declared else "an integer"
-            raise ConfigError(field.name, value, f"must be {kind}")
+        allowed, words = _KINDS[kinds[0]]
+        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+            raise ConfigError(name, value, f"must be {words}")
 
 
 def _check_device_name(name: str) -> None:

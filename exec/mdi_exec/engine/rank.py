@@ -10,7 +10,8 @@ from pathlib import Path
 from mdi_exec.engine.loaded import LoadedModel, read_cost_model
 from mdi_exec.engine.options import split_options
 from mdi_exec.errors import EngineStoppedError
-from mdi_exec.ranks.parallel import RankAddress, RankGroup, join_group, own_device
+from mdi_exec.ranks.meeting import RankAddress, join_group
+from mdi_exec.ranks.parallel import RankGroup, own_device
 
 
 class Rank:
@@ -30,7 +31,9 @@ class Rank:
         engine_options.require_group(1 if address is None else address.size)
         self.group = RankGroup()
         if address is not None:
-            self.group = join_group(address, engine_options.group_timeout_s)
+            self.group = join_group(
+                address, engine_options.group_timeout_s, engine_options.group_start_timeout_s
+            )
         self._is_closed = False
         with self.group.ends_with():
             self.loaded = LoadedModel(

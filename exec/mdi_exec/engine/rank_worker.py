@@ -21,7 +21,7 @@ from mdi_exec.engine.recording import RunHeader
 from mdi_exec.engine.request_state import Logprobs, RequestOutput
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.errors import EngineStoppedError, GroupError
-from mdi_exec.ranks.parallel import RankAddress
+from mdi_exec.ranks.meeting import RankAddress
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.errors import MiniDeepInferError
 

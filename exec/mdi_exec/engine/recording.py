@@ -104,7 +104,9 @@ class Recording:
         self.catch_up()
         queues = scheduler.queues
         pool = (queues.blocks.num_free, queues.slots.num_free)
-        self._recorder.closed(scheduler.unfinished(), pool)
+        # Of requests that have ended, memory comes back a step later: until then this is no end.
+        goes_on = scheduler.num_in_flight > 0 or scheduler.has_unfinished()
+        self._recorder.closed(scheduler.unfinished(), None if goes_on else pool)
         return RankPart(self._recorder, [_Row.of(state) for state in self._requests])
 
     def run(self, scheduler: Scheduler) -> Run:

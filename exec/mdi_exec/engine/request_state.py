@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.engine.text import OutputText
 from mdi_exec.weights.tokenizer import Tokenizer
-from mdi_shared.errors import ConfigError
+from mdi_shared.errors import ConfigError, require_int
 from mdi_shared.request import Request
 
 Logprobs = dict[int, float]
@@ -104,8 +104,8 @@ class RequestBook:
         require_name(name)
         if params.n != 1:
             raise ConfigError("n", params.n, "must be 1 for a request; LLM adds one per output")
-        if type(arrival_ns) is not int:
-            raise ConfigError("arrival_ns", arrival_ns, "must be an integer")
+        if sink is not None and not callable(getattr(sink, "append", None)):
+            raise ConfigError("sink", sink, "must have a method append, like a list")
         if name in self.live:
             raise ConfigError("req_id", name, "is in use by an unfinished request")
         state = RequestState(
@@ -161,6 +161,14 @@ class RequestBook:
     def take(self) -> list["RequestOutput"]:
         """Return the outputs, since the last call, of requests that came without a sink."""
         return [self._outputs.popleft() for _ in range(len(self._outputs))]
+
+
+def arrival(given_ns: int | None, now_ns: int) -> int:
+    """Return when a request arrived: now, or before. Raises `ConfigError` for other times."""
+    if given_ns is None:
+        return now_ns
+    require_int("arrival_ns", given_ns, 0, now_ns)
+    return given_ns
 
 
 def require_name(req_id: object) -> None:

@@ -58,13 +58,13 @@ class SamplingParams:
     logprobs: InitVar[int | None] = None
 
     def __post_init__(self, seed: int | None, logprobs: int | None) -> None:
-        self._set_alias("seed", seed, "seq_seed", None)
-        self._set_alias("logprobs", logprobs, "top_logprobs", 0)
         self._set("stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
         for name in ("stop_token_ids", "golden_token_ids", "stop"):
             if isinstance(getattr(self, name), list):
                 self._set(name, tuple(getattr(self, name)))
         _check_types(self)
+        self._set_alias("seed", seed, "seq_seed", None)
+        self._set_alias("logprobs", logprobs, "top_logprobs", 0)
         self._check_filters()
         self._check_tokens()
         self._check_ends()
@@ -78,6 +78,7 @@ class SamplingParams:
     def _set_alias(self, alias: str, value: object, name: str, default: object) -> None:
         if value is None:
             return
+        _require(_is_int(value), alias, value, "must be an integer")
         other = getattr(self, name)
         _require(other in (default, value), alias, value, f"contradicts {name} = {other!r}")
         self._set(name, value)

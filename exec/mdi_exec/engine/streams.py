@@ -42,7 +42,8 @@ class Turns:
         self.in_step = in_step
         self._on_quiet = on_quiet
         self._changed = threading.Condition()
-        self._is_taken = False
+        self._holder: int | None = None  # the thread that does something with the engine now
+        self._num_waiting = 0  # threads that want it for themselves, which come first
         self._num_open = 0
         self._thread = 0
 
@@ -64,15 +65,36 @@ class Turns:
     def run(self, action: Callable[[], None]) -> None:
         """Do something with the engine, or wait until another thread has: look again then."""
         with self._changed:
-            if self._is_taken:
+            if self._holder is not None or self._num_waiting:
                 self._changed.wait()
                 return
-            self._is_taken = True
+            self._holder = threading.get_ident()
+        self._do(action)
+
+    def alone(self, action: Callable[[], None]) -> None:
+        """Do something with the engine once no other thread does; waits for a turn under way.
+
+        Under torchrun one thread makes all calls, and a turn may wait for the rank that calls this.
+        """
+        own = threading.get_ident()
+        if self.in_step or self._holder == own:  # the latter from inside a turn
+            action()
+            return
+        with self._changed:
+            self._num_waiting += 1
+            try:
+                self._changed.wait_for(lambda: self._holder is None)
+                self._holder = own
+            finally:
+                self._num_waiting -= 1
+        self._do(action)
+
+    def _do(self, action: Callable[[], None]) -> None:
         try:
             action()
         finally:
             with self._changed:
-                self._is_taken = False
+                self._holder = None
                 self._changed.notify_all()
 
     def settle(self) -> None:

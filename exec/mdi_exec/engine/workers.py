@@ -42,10 +42,11 @@ from mdi_exec.engine.rank_worker import (
     Setup,
     run_rank,
 )
-from mdi_exec.engine.request_state import RequestBook, RequestOutput, Sink, require_name
+from mdi_exec.engine.request_state import RequestBook, RequestOutput, Sink, arrival, require_name
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.errors import EngineStoppedError, GroupError
-from mdi_exec.ranks.parallel import LOOPBACK, RankAddress, lead_store, require_even_experts
+from mdi_exec.ranks.meeting import LOOPBACK, RankAddress, lead_store
+from mdi_exec.ranks.parallel import require_even_experts
 from mdi_exec.weights.source import open_model
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.errors import ConfigError
@@ -146,7 +147,7 @@ class GroupEngine:
         """As `LLMEngine.add_request`, on `rank` (rank 0 if not given)."""
         self.check_request(prompt_token_ids, params)
         self.expect_requests()
-        rank, arrival_ns = rank or 0, self.now_ns() if arrival_ns is None else arrival_ns
+        rank, arrival_ns = rank or 0, arrival(arrival_ns, self.now_ns())
         with self.book.lock:
             state = self.book.add(prompt_token_ids, params, req_id, arrival_ns, sink)
             self._rank_of[state.req_id] = rank

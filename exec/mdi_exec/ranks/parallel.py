@@ -5,23 +5,19 @@ together (docs/rules.md, R6 and R27). What they say here are a few integers on t
 gloo, so that no device is waited for; tensors go another way. `RankGroup` itself is a group of one,
 for which all of it is a no-op. All ranks must make the same calls in the same order.
 
-Read next: `engine.py` (who calls), `workers.py` (ranks as child processes), docs/parallel.md.
+Read next: `meeting.py` (how ranks find each other), `engine.py` (who calls), docs/parallel.md.
 """
 
 import json
-import os
-import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import Store
 
 from mdi_exec.errors import GroupError
 from mdi_exec.ranks.collectives import Collectives
@@ -29,16 +25,12 @@ from mdi_shared.errors import ConfigError
 from mdi_shared.loop import Vote
 from mdi_shared.vote import ALL, ANY, NONE, decide
 
-STORE_TIMEOUT_S = 30.0  # for the group's store to answer; ranks are started together
-_RETRY_S = 0.1  # between two looks for the store
-LOOPBACK = "127.0.0.1"
-TOKEN_VARIABLE, LEAST_TOKEN = "MDI_GROUP_TOKEN", 16
-DEFAULT_TIMEOUT_S = 600.0  # for a rank that is there to be heard of again
 NOTHING_COMES, MAY_COME, HAS_COME = range(3)  # what a rank without work knows of arrivals
 
 _TOPICS = ("unfinished", "prefill", "admitted")
 _RULES = (NONE, ALL, ANY)
-_ERROR_KEY = "first_error"
+ERROR_KEY = "first_error"
+_STORE_ANSWER_S = 5.0  # for the store to take in an error
 
 
 class RankGroup:
@@ -122,168 +114,6 @@ class RankGroup:
         """Leave the group; harmless when done twice."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankAddress:
-    """A rank's place in its group, and where the group's store is.
-
-    The store is a small key-value server; `leads` says that this rank runs it. `local_rank` counts
-    the ranks of one machine. `token` is a secret of the group: who does not know it finds none of
-    its keys in the store. `is_local` says that all ranks are on this machine.
-    """
-
-    rank: int
-    size: int
-    host: str
-    port: int
-    leads: bool = False
-    local_rank: int = 0
-    token: str = ""
-
-    @classmethod
-    def from_environment(cls) -> "RankAddress | None":
-        """Read what torchrun sets for its processes; None for a process of its own.
-
-        Raises `ConfigError` when a variable is missing or no number, and when ranks of several
-        machines have no token.
-        """
-        if "WORLD_SIZE" not in os.environ or os.environ["WORLD_SIZE"] == "1":
-            return None
-        numbers = {name: _env_number(name) for name in ("WORLD_SIZE", "RANK", "MASTER_PORT")}
-        size, rank = numbers["WORLD_SIZE"], numbers["RANK"]
-        if not 0 <= rank < size:
-            raise ConfigError("RANK", rank, f"must be from 0 to WORLD_SIZE - 1 = {size - 1}")
-        is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        local_rank = _env_number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
-        found = cls(rank, size, os.environ.get("MASTER_ADDR", LOOPBACK), numbers["MASTER_PORT"],
-                    leads=rank == 0 and not is_hosted, local_rank=local_rank,
-                    token=os.environ.get(TOKEN_VARIABLE, ""))  # fmt: skip
-        if not found.is_local and len(found.token) < LEAST_TOKEN:
-            raise ConfigError(TOKEN_VARIABLE, found.token, "ranks on several machines need this "
-                              f"environment variable, the same random text of {LEAST_TOKEN} "
-                              "characters or more on all of them")  # fmt: skip
-        return found
-
-    @property
-    def is_local(self) -> bool:
-        local_size = os.environ.get("LOCAL_WORLD_SIZE", str(self.size))
-        own_names = (LOOPBACK, "::1", "localhost", socket.gethostname(), socket.getfqdn())
-        return local_size == str(self.size) and self.host in own_names
-
-
-def _env_number(name: str) -> int:
-    text = os.environ.get(name)
-    if text is None or not text.isdecimal():
-        raise ConfigError(name, text, "this environment variable must be a whole number wherever "
-                          "WORLD_SIZE is above 1 (torchrun sets it)")  # fmt: skip
-    return int(text)
-
-
-def lead_store(host: str, port: int) -> TCPStore:
-    """Run a group's store at `port` (0: any free one) of the address `host` alone.
-
-    Raises `ConfigError` when it cannot be had. The socket is bound here, because the store of
-    torch would listen on every address of the machine.
-    """
-    try:
-        family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(place[:2], family=family)
-    except OSError as error:
-        raise ConfigError("group_port", port, f"cannot be had on {host} ({error.strerror}); give "
-                          "another, or 0 for any free one") from error  # fmt: skip
-    return TCPStore(host, listener.getsockname()[1], is_master=True, wait_for_workers=False,
-                    timeout=timedelta(seconds=STORE_TIMEOUT_S),
-                    master_listen_fd=listener.detach())  # fmt: skip
-
-
-def join_group(
-    address: RankAddress, timeout_s: float = DEFAULT_TIMEOUT_S, start_s: float = STORE_TIMEOUT_S
-) -> RankGroup:
-    """Meet the other ranks. Raises `ConfigError` when they or their store cannot be reached.
-
-    A rank that is not heard of for `timeout_s` ends the group.
-    """
-    if dist.is_initialized():
-        raise ConfigError("WORLD_SIZE", address.size, "this process is in a group already; close "
-                          "the LLM before making another")  # fmt: skip
-    store = _find_store(address, start_s)
-    run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    own = PrefixStore(f"minideepinfer-{run}-{address.token}", store)
-    _await_ranks(address, own, start_s)
-    if address.is_local:  # else gloo would listen on the address that the machine's name has
-        loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0] if loopback else "")
-    timeout = timedelta(seconds=timeout_s)
-    try:
-        dist.init_process_group(
-            "gloo", store=own, rank=address.rank, world_size=address.size, timeout=timeout
-        )
-    except RuntimeError as error:
-        raise ConfigError("WORLD_SIZE", address.size, f"not all ranks have met at {address.host}:"
-                          f"{address.port}: {_first_line(error)}") from error  # fmt: skip
-    return ProcessGroup(address, own, timeout)
-
-
-def _await_ranks(address: RankAddress, store: Store, start_s: float) -> None:
-    """Wait for all ranks to come to the store; raises `ConfigError` naming those that do not."""
-    keys = [f"rank{rank}" for rank in range(address.size)]
-    store.set(keys[address.rank], "here")
-    try:
-        store.wait(keys, timedelta(seconds=start_s))
-    except RuntimeError as error:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise ConfigError("WORLD_SIZE", address.size, f"not all ranks have come within {start_s:g} "
-                          f"s: missing {', '.join(map(str, missing))}") from error  # fmt: skip
-
-
-def _find_store(address: RankAddress, start_s: float) -> Store:
-    """Lead the group's store or connect to it.
-
-    A thread connects, because torch waits without end for a server that is none of its own.
-    """
-    if address.leads:
-        return lead_store(address.host, address.port)
-    _await_server(address, start_s)
-    found: list[Store] = []
-    failed: list[Exception] = []
-
-    def connect() -> None:
-        try:
-            found.append(
-                TCPStore(address.host, address.port, is_master=False, wait_for_workers=False,
-                              timeout=timedelta(seconds=start_s))
-            )  # fmt: skip
-        except RuntimeError as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=connect, name="store", daemon=True)
-    thread.start()
-    thread.join(start_s + 1.0)
-    if found:
-        return found[0]
-    raise _alone(address, start_s, "a group", _first_line(failed[0]) if failed else "it is silent")
-
-
-def _await_server(address: RankAddress, start_s: float) -> None:
-    """Wait until somebody listens where the store should be, or raise `ConfigError`."""
-    deadline = time.monotonic() + start_s
-    while True:
-        try:
-            socket.create_connection((address.host, address.port), timeout=start_s).close()
-        except OSError as error:
-            if time.monotonic() > deadline:
-                reason = error.strerror or str(error)
-                raise _alone(address, start_s, "anybody", reason) from error
-            time.sleep(_RETRY_S)
-        else:
-            return
-
-
-def _alone(address: RankAddress, start_s: float, whom: str, reason: str) -> ConfigError:
-    return ConfigError("WORLD_SIZE", address.size, f"rank {address.rank} has not met {whom} at "
-                       f"MASTER_ADDR:MASTER_PORT = {address.host}:{address.port} within "
-                       f"{start_s:g} s ({reason}); were all ranks started?")  # fmt: skip
-
-
 class ProcessGroup(RankGroup):
     """Ranks that are processes. A call into a group whose other ranks are gone raises `GroupError`.
 
@@ -291,10 +121,10 @@ class ProcessGroup(RankGroup):
     given up after the group's timeout, which holds for every wait.
     """
 
-    def __init__(self, address: RankAddress, store: Store, timeout: timedelta) -> None:
-        self.rank = address.rank
-        self.size = address.size
-        self.local_rank = address.local_rank
+    def __init__(
+        self, rank: int, size: int, local_rank: int, store: Store, timeout: timedelta
+    ) -> None:
+        self.rank, self.size, self.local_rank = rank, size, local_rank
         self._store = store
         self._timeout = timeout
         self.is_open = True
@@ -345,12 +175,20 @@ class ProcessGroup(RankGroup):
         return error if is_own and first == told else GroupError(first, is_quoted=first != told)
 
     def _first_error(self, told: str) -> str:
-        """Write `told` where all ranks find it, unless one was faster; return what stands there."""
-        try:
-            found: bytes = self._store.compare_set(_ERROR_KEY, "", told)
-            return found.decode()
-        except RuntimeError:  # the store has died with its rank
-            return told
+        """Write `told` where all ranks find it, unless one was faster; return what stands there.
+
+        A thread asks, because torch waits without end for a store whose rank was stopped.
+        """
+        found: list[str] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):  # the store has died with its rank
+                found.append(self._store.compare_set(ERROR_KEY, "", told).decode())
+
+        thread = threading.Thread(target=ask, name="first error", daemon=True)
+        thread.start()
+        thread.join(_STORE_ANSWER_S)
+        return found[0] if found else told
 
     def close(self) -> None:
         if self.is_open:
@@ -359,11 +197,11 @@ class ProcessGroup(RankGroup):
 
 
 def _describe(error: BaseException) -> str:
-    name, text = type(error).__name__, _first_line(error)
+    name, text = type(error).__name__, first_line(error)
     return text if isinstance(error, ConfigError) else f"{name}: {text}" if text else name
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0]
 
 

@@ -15,6 +15,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
 
+from mdi_exec.model.config import ModelConfig
 from mdi_exec.model.config_reader import read_config_file
 from mdi_exec.weights.names import TensorSpec, expected_tensors
 from mdi_exec.weights.safetensors_header import CheckpointError, read_header
@@ -122,12 +123,10 @@ class Checkpoint:
         is absent, damaged or cut short; a tensor that is missing, unknown, misplaced, misshapen
         or of the wrong dtype.
         """
-        # Before they are all named: three weights with scales for each expert of each layer.
-        layers, experts = self.config.num_hidden_layers, self.config.n_routed_experts
-        if 6 * layers * experts > len(self._stored):
-            raise CheckpointError(str(self.directory), f"has {len(self._stored):,} tensors, too "
-                                  f"few for n_routed_experts = {experts:,} in num_hidden_layers = "
-                                  f"{layers:,}")  # fmt: skip
+        for count, what in _many_tensors(self.config):  # before they are all named
+            if count > len(self._stored):
+                raise CheckpointError(str(self.directory), f"has {len(self._stored):,} tensors, "
+                                      f"too few for {what}")  # fmt: skip
         problems = list(_compare(self.directory, self._stored, expected_tensors(self.config)))
         if problems:
             raise CheckpointError(str(self.directory), problems)
@@ -159,6 +158,17 @@ class Checkpoint:
         return self._handles[file]
 
 
+def _many_tensors(c: ModelConfig) -> Iterator[tuple[int, str]]:
+    """Yield how many tensors the parts need at least that have many, and what says so."""
+    for experts, layers in (("n_routed_experts", "num_hidden_layers"),
+                            ("dspark_n_routed_experts", "num_nextn_predict_layers")):  # fmt: skip
+        width, depth = getattr(c, experts), getattr(c, layers)
+        # Three weights with scales for each expert.
+        yield 6 * width * depth, f"{experts} = {width:,} in {layers} = {depth:,}"
+    blocks = 0 if c.vision is None else c.vision.num_hidden_layers
+    yield blocks, f"vision_config.num_hidden_layers = {blocks:,}"
+
+
 def _read_index(path: Path) -> dict[str, str]:
     try:
         index = read_json(path, "index")
@@ -169,7 +179,7 @@ def _read_index(path: Path) -> dict[str, str]:
     weight_map = index["weight_map"]
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise CheckpointError(path.name, "its weight_map must map tensor names to file names")
-    outside = [file for file in weight_map.values() if Path(file).name != file]
+    outside = [file for file in weight_map.values() if Path(file).name != file or "\0" in file]
     if outside:
         raise CheckpointError(path.name, f"names a file outside the directory: {outside[0]!r}")
     return weight_map

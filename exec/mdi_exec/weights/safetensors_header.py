@@ -18,7 +18,7 @@ from mdi_shared.json_input import parse_json
 LENGTH_BYTES = 8
 METADATA_KEY = "__metadata__"
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
-MOST_SHOWN = 4  # problems quoted in one message
+MOST_SHOWN, MOST_SHOWN_CHARS = 4, 300  # problems quoted in one message, and of each
 
 
 class CheckpointError(MiniDeepInferError):
@@ -30,10 +30,14 @@ class CheckpointError(MiniDeepInferError):
     def __init__(self, where: str, problems: str | list[str]) -> None:
         self.where = where
         self.problems = [problems] if isinstance(problems, str) else problems
-        shown = "; ".join(self.problems[:MOST_SHOWN])
+        shown = "; ".join(_shortened(problem) for problem in self.problems[:MOST_SHOWN])
         rest = len(self.problems) - MOST_SHOWN
         counted = f"{len(self.problems)} problems: " if len(self.problems) > 1 else ""
         super().__init__(f"{where}: {counted}{shown}{f'; and {rest} more' if rest > 0 else ''}")
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MOST_SHOWN_CHARS else f"{text[:MOST_SHOWN_CHARS]}…"
 
 
 def read_header(path: Path) -> dict[str, TensorSpec]:

@@ -14,6 +14,7 @@ import re
 import select
 import stat
 import zipfile
+import zlib
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +38,8 @@ _NOT_READ = {
     b"Obj\x01": "is an Avro file",
     b"SQLite format 3": "is an SQLite database", b"\x89HDF": "is an HDF5 file",
 }  # fmt: skip
+_DAMAGED = (OSError, EOFError, NotImplementedError, pa.ArrowException, zipfile.BadZipFile,
+            zlib.error)  # fmt: skip
 _MARKS = (  # UTF-32 first: its mark begins like that of UTF-16
     (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
     (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"),
@@ -63,7 +66,7 @@ def reading(name: str) -> Iterator[None]:
     """Turn what goes wrong while reading `name` into a one-line `TraceError`."""
     try:
         yield
-    except (OSError, EOFError, pa.ArrowException, zipfile.BadZipFile, NotImplementedError) as error:
+    except _DAMAGED as error:
         reason = (getattr(error, "strerror", None) or str(error)).splitlines() or ["damaged"]
         raise TraceError(name, f"cannot be read: {reason[0]}") from error
 
