@@ -1,108 +1,164 @@
-"""How fast the simulator replays a public trace, as a whole process and by itself.
+"""What a simulation costs: CPU time and memory of whole processes, and of single steps.
 
-Workload: the first 1,000, 10,000 and all rows of Azure's 2023 conversation trace (any trace can
-be named), one rank, 256 seats, a 2,048-token budget, more KV memory than it needs, an H200
-roofline for V4.1-Flash. Each size runs several times in a fresh interpreter; medians are shown.
-Ratios say more than seconds on a shared machine: time per request against the smallest size
-(linear if near 1), single steps against fast-forward, and the time of a step with thousands of
-requests waiting (or finished) against one with few.
+Cases: the first 1,000, 10,000 and all rows of Azure's 2023 conversation trace on one rank; the same
+four times as fast, with much KV memory and with 65k tokens of it; 4, 16 and 64 ranks, with traffic
+in proportion, so that each serves what the one rank did, and 64 that share the traffic of one; the
+default step times, which overload one rank; and `mdi simulate`, the command. 256 seats, a
+2,048-token budget. But for the default, step times are those of another simulator (`sim_runs.py`):
+the same trace with other times is other work, fewer steps with larger batches.
 
-    python benchmarks/bench_sim.py [TRACE] [--rows 1000 10000 0] [--repeat 5] [--profile]
+    python -m benchmarks.bench_sim [TRACE] [--peer PYTHON] [--only PART ...] [--repeat 3]
 
-TRACE defaults to azure_conv_2023.csv in the folder MDI_PUBLIC_TRACES names. The last line of
-output is one JSON document with everything that was printed.
+With `--peer`, the interpreter of an environment that has `ai-dynamo-runtime==1.6.1`, its engine
+simulator replays the same rows in the same round, and ratios to it are shown: medians of pairs. Its
+ranks are engines that share nothing, ours step together. Latencies show how alike the work is.
+Without a peer: seconds and steps a second of this machine.
+
+TRACE defaults to azure_conv_2023.csv in the folder MDI_PUBLIC_TRACES names. Only this process's
+children are measured, so it imports nothing large itself: memory at a fork counts as a child's.
+The last line of output is one JSON document with everything.
 """
 
 import argparse
-import cProfile
 import json
 import os
 import platform
-import pstats
-import resource
 import statistics
 import subprocess
 import sys
-import time
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.sim_runs import Case
 
-def run_once(trace: Path, rows: int, *, fast_forward: bool) -> dict[str, Any]:
-    """Replay `rows` requests (0 = all) in this process; times in seconds, memory in MiB."""
-    from mdi_shared.config import SchedulerConfig
-    from mdi_sim.simulate import simulate
-    from mdi_traces.formats import load_requests
+RUNS = Path(__file__).with_name("sim_runs.py")
+PRESSED = 65_536  # tokens
+ALL_ROWS = 19_366
+FEW, MANY = 10, 4_000  # requests that wait
+Result = dict[str, Any]
 
-    requests = load_requests(trace, limit=rows or None)
-    config = SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=2_048)
-    begin = time.perf_counter()
-    run = simulate(requests, scheduler=config, ranks=1, fast_forward=fast_forward)
-    seconds = time.perf_counter() - begin
-    return {
-        "requests": len(requests),
-        "steps": run.steps_table.num_rows,
-        "simulation_s": seconds,
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+
+def cases(trace: str) -> dict[str, Case]:
+    """Return what is measured, by name."""
+    sizes = {f"{rows:,} rows": Case(trace=trace, rows=rows) for rows in (1_000, 10_000, ALL_ROWS)}
+    return sizes | {
+        "overload x4": Case(trace=trace, rows=10_000, speed=4),
+        "KV pressure": Case(trace=trace, rows=10_000, speed=4, pool=PRESSED),
+        **{f"{n} ranks": Case(trace=trace, rows=10_000, ranks=n, speed=n) for n in (4, 16, 64)},
+        "64 ranks, little to do, 300 rows": Case(trace=trace, rows=300, ranks=64),
+        "default step times": Case(trace=trace, rows=10_000, matched=False),
     }
 
 
-def measure(trace: Path, rows: int, repeat: int, *, fast_forward: bool = True) -> dict[str, Any]:
-    """Run in fresh interpreters; return medians, whole-process time included."""
-    command = [sys.executable, __file__, str(trace), "--child", str(rows)]
-    command += [] if fast_forward else ["--single-steps"]
-    results = []
+def measure(command: list[str]) -> Result:
+    """Run a process to its end; return what its last line says, CPU seconds and peak MiB."""
+    with tempfile.TemporaryFile() as out:
+        child = subprocess.Popen(command, stdout=out)
+        _, status, used = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        if child.returncode:
+            raise SystemExit(f"{' '.join(command)} ended with {child.returncode}")
+        out.seek(0)
+        last = out.read().decode().splitlines()[-1]
+    kib = used.ru_maxrss / (1024 if sys.platform == "darwin" else 1)
+    said = json.loads(last) if last.startswith("{") else {}
+    return {**said, "cpu_s": used.ru_utime + used.ru_stime, "mib": kib / 1024}
+
+
+def child(what: str, case: Mapping[str, Any], *files: Path, python: str = sys.executable) -> Result:
+    return measure([python, str(RUNS), what, json.dumps(case), *map(str, files)])
+
+
+def command_line(case: Case, cost: Path) -> list[str]:
+    """Return the `mdi simulate` that does what `sim_runs.py ours` does, and sums it up."""
+    line = [sys.executable, "-m", "minideepinfer", "simulate", case.trace, "--ranks", "1",
+            "--limit", str(case.rows)]  # fmt: skip
+    line += ["--cost", str(cost)] if case.matched else []
+    return line + [f"--set={name}={value}" for name, value in case.scheduler().items()]
+
+
+def medians(rounds: list[Result]) -> Result:
+    return {key: statistics.median(found[key] for found in rounds) for key in rounds[0]}
+
+
+def ratios(ours: list[Result], theirs: list[Result]) -> Result:
+    """Return medians of the ratios of pairs, each of which ran one after the other."""
+    pairs = list(zip(ours, theirs, strict=True))
+    return {key: statistics.median(a[key] / b[key] for a, b in pairs) for key in ("cpu_s", "mib")}
+
+
+def measure_case(name: str, case: Case, peer: str | None, folder: Path, repeat: int) -> Result:
+    """Run one case `repeat` times, each time ours, the peer's and the command's, if they apply."""
+    rows = folder / f"{case.rows}.jsonl"
+    if peer and case.matched and not rows.exists():
+        child("mooncake", case.fields(), rows)
+    has_command = case.rows == 10_000 and case.ranks == 1 and case.speed == 1
+    ours, theirs, commands = [], [], []
     for _ in range(repeat):
-        begin = time.perf_counter()
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        results.append({**json.loads(done.stdout), "process_s": time.perf_counter() - begin})
-    return {key: statistics.median(result[key] for result in results) for key in results[0]}
+        ours.append(child("ours", case.fields()))
+        if peer and case.matched:
+            theirs.append(child("peer", case.fields(), rows, python=peer))
+        if has_command:
+            commands.append(measure(command_line(case, folder / "cost.json")))
+    found: Result = {"name": name, **medians(ours)}
+    if theirs:
+        found |= {"peer": medians(theirs), "over_peer": ratios(ours, theirs)}
+    if commands:
+        found |= {"command": medians(commands), "command_over_ours": ratios(commands, ours)}
+        if theirs:
+            found["command_over_peer"] = ratios(commands, theirs)
+    return found
 
 
-def hottest(trace: Path, rows: int, count: int = 3) -> list[str]:
-    """Name the functions with the most time of their own, with their share."""
-    profile = cProfile.Profile()
-    profile.runcall(run_once, trace, rows, fast_forward=True)
-    stats = pstats.Stats(profile).get_stats_profile()
-    ranked = sorted(stats.func_profiles.items(), key=lambda item: -item[1].tottime)
-    return [
-        f"{Path(entry.file_name).name}:{name} {entry.tottime / stats.total_tt:.0%}"
-        for name, entry in ranked[:count]
-    ]
+HEADERS = ("case", "steps", "CPU s", "steps/s", "MiB", "TTFT ms", "TPOT ms", "CPU / peer's",
+           "MiB / peer's", "peer's TTFT", "peer's TPOT")  # fmt: skip
 
 
-def queue_ratio(trace: Path, repeat: int, few: int = 400, many: int = 4_000) -> float:
-    """Time per step with up to `many` requests waiting or finished, over that with `few`.
+def lines_of(found: Result) -> Iterator[tuple[str, ...]]:
+    """Yield a case's line of the table, and one more for the command."""
 
-    All requests arrive at time zero and share 16 seats, so that the batch is the same size
-    throughout; every step goes through the loop.
-    """
-    import pyarrow as pa
+    def over_peer(key: str) -> tuple[str, str]:
+        pair = found.get(key)
+        return ("", "") if pair is None else (f"{pair['cpu_s']:.2f}", f"{pair['mib']:.2f}")
 
-    from mdi_shared.config import SchedulerConfig
-    from mdi_sim.simulate import simulate
-    from mdi_traces.formats import load_requests
-    from mdi_traces.requests import RequestTrace, put_column
-
-    config = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=2_048)
-
-    def per_step(rows: int) -> float:
-        requests = load_requests(trace, limit=rows)
-        at_once = put_column(requests.table, "arrival_ns", pa.array([0] * rows, pa.int64()))
-        begin = time.perf_counter()
-        run = simulate(
-            RequestTrace(at_once, requests.metadata),
-            scheduler=config,
-            ranks=1,
-            fast_forward=False,
-        )
-        return (time.perf_counter() - begin) / run.steps_table.num_rows
-
-    per_step(few)  # warm up
-    return statistics.median(per_step(many) / per_step(few) for _ in range(repeat))
+    peer = found.get("peer")
+    yield (found["name"], f"{found['steps']:,.0f}", f"{found['cpu_s']:.2f}",
+           f"{found['steps'] / found['simulation_s']:,.0f}", f"{found['mib']:.0f}",
+           f"{found['ttft_ms']:,.0f}", f"{found['tpot_ms']:.1f}", *over_peer("over_peer"),
+           *(("", "") if peer is None else (f"{peer['ttft_ms']:,.0f}", f"{peer['tpot_ms']:.1f}")),
+           )  # fmt: skip
+    if "command" in found:
+        command, ratio = found["command"], found["command_over_ours"]
+        name = f"same, `mdi simulate` ({ratio['cpu_s']:.2f} x CPU, {ratio['mib']:.2f} x MiB)"
+        yield (name, "", f"{command['cpu_s']:.2f}", "", f"{command['mib']:.0f}", "", "",
+               *over_peer("command_over_peer"), "", "")  # fmt: skip
 
 
-def conditions(trace: Path) -> dict[str, Any]:
+def print_line(cells: tuple[str, ...]) -> None:
+    print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def measure_steps(repeat: int) -> list[Result]:
+    """Time a decode step with few and many running and waiting, fast-forwarded and single."""
+    print_line(("running", "waiting", "us a step", "us, single steps"))
+    print_line(("---:",) * 4)
+    table = []
+    for running in (10, 250):
+        for waiting in (FEW, MANY):
+            sizes = {"running": running, "waiting": waiting}
+            found = {
+                fast: medians([child("step", {**sizes, "fast_forward": fast})
+                               for _ in range(repeat)])["us"]
+                for fast in (True, False)
+            }  # fmt: skip
+            table.append({**sizes, "us": found[True], "single_us": found[False]})
+            print_line((f"{running}", f"{waiting:,}", f"{found[True]:.1f}", f"{found[False]:.1f}"))
+    return table
+
+
+def conditions(trace: str) -> Result:
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -110,64 +166,48 @@ def conditions(trace: Path) -> dict[str, Any]:
         cpu = models[0].partition(": ")[2] if models else cpu
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
-        capture_output=True, text=True, check=False, cwd=Path(__file__).parent,
+        capture_output=True, text=True, check=False, cwd=RUNS.parent,
     ).stdout.strip()  # fmt: skip
-    return {
-        "trace": trace.name, "python": platform.python_version(), "cpu": cpu,
-        "cores": os.cpu_count(), "commit": commit or "unknown",
-    }  # fmt: skip
+    return {"trace": Path(trace).name, "python": platform.python_version(), "cpu": cpu,
+            "cores": os.cpu_count(), "commit": commit or "unknown"}  # fmt: skip
 
 
-def report(trace: Path, sizes: list[int], repeat: int, *, profile: bool) -> dict[str, Any]:
-    document: dict[str, Any] = {"conditions": conditions(trace), "repeat": repeat, "sizes": []}
+def report(trace: str, only: list[str], peer: str | None, repeat: int) -> Result:
+    document: Result = {"conditions": conditions(trace), "repeat": repeat, "cases": []}
     print(", ".join(f"{key} {value}" for key, value in document["conditions"].items()))
-    print("requests    steps  process s  simulation s  requests/s   steps/s  peak MiB  "
-          "us/step  s/request vs first")  # fmt: skip
-    for rows in sizes:
-        result = measure(trace, rows, repeat)
-        document["sizes"].append(result)
-        first = document["sizes"][0]
-        each = result["simulation_s"] / result["requests"]
-        result["linearity"] = each / (first["simulation_s"] / first["requests"])
-        print(
-            f"{result['requests']:8.0f} {result['steps']:8.0f} {result['process_s']:10.2f} "
-            f"{result['simulation_s']:13.2f} {1 / each:11.0f} "
-            f"{result['steps'] / result['simulation_s']:9.0f} {result['peak_mib']:9.0f} "
-            f"{1e6 * result['simulation_s'] / result['steps']:8.0f} {result['linearity']:19.2f}"
-        )
-    single = measure(trace, sizes[0], repeat, fast_forward=False)
-    document["single_steps_over_fast_forward"] = (
-        single["simulation_s"] / document["sizes"][0]["simulation_s"]
-    )
-    print(f"single steps take {document['single_steps_over_fast_forward']:.1f} times as long "
-          f"at {sizes[0]} requests")  # fmt: skip
-    document["queue_ratio"] = queue_ratio(trace, repeat)
-    print(f"a step with thousands waiting or finished takes {document['queue_ratio']:.2f} times "
-          "as long as one with hundreds")  # fmt: skip
-    if profile:
-        document["hottest"] = hottest(trace, sizes[min(1, len(sizes) - 1)])
-        print("hottest functions: " + ", ".join(document["hottest"]))
+    chosen = {name: case for name, case in cases(trace).items()
+              if not only or any(part in name for part in only)}  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        child("cost", {}, Path(folder) / "cost.json")
+        print_line(HEADERS)
+        print_line(("---", *["---:"] * (len(HEADERS) - 1)))
+        for name, case in chosen.items():
+            document["cases"].append(measure_case(name, case, peer, Path(folder), repeat))
+            for cells in lines_of(document["cases"][-1]):
+                print_line(cells)
+    if not only or "steps" in only:
+        document["steps"] = measure_steps(repeat)
     return document
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     folder = os.environ.get("MDI_PUBLIC_TRACES")
-    default = Path(folder) / "azure_conv_2023.csv" if folder else None
-    parser.add_argument("trace", type=Path, nargs="?", default=default)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1_000, 10_000, 0])
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--profile", action="store_true", help="name the three hottest functions")
-    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--single-steps", action="store_true", help=argparse.SUPPRESS)
+    default = str(Path(folder) / "azure_conv_2023.csv") if folder else None
+    parser.add_argument("trace", nargs="?", default=default)
+    parser.add_argument("--peer", help="interpreter that has ai-dynamo-runtime")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="PART",
+        help="cases whose name contains this; `steps` for the second table",
+    )
+    parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args()
     if options.trace is None:
         parser.error("name a TRACE, or set MDI_PUBLIC_TRACES to the folder of public traces")
-    if options.child is not None:
-        result = run_once(options.trace, options.child, fast_forward=not options.single_steps)
-        print(json.dumps(result))
-        return
-    print(json.dumps(report(options.trace, options.rows, options.repeat, profile=options.profile)))
+    print(json.dumps(report(options.trace, options.only, options.peer, options.repeat)))
 
 
 if __name__ == "__main__":

@@ -94,6 +94,7 @@ from minideepinfer.run_summary import (
 from minideepinfer.simulated import (
     SimulatedRun as SimulatedRun,
     simulate as simulate,
+    simulate_many as simulate_many,
 )
 from minideepinfer.tuned import tune as tune
 

@@ -9,6 +9,7 @@ Read next: `mdi_sim/fit/calibrate.py` (the fit), `mdi_analysis/compare.py`, docs
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -21,6 +22,7 @@ from mdi_sim.fit.calibrate import Recorded, fit_runs, read_recorded, recordings,
 from mdi_sim.fit.diagnostics import errors
 from mdi_sim.fit.features import DECODE, PREFILL, gather_steps
 from mdi_sim.fit.steps import predict
+from mdi_sim.many import run_many
 from mdi_sim.retrace import recorded_description, recorded_requests
 from mdi_sim.search.model_error import ScaledCost
 from mdi_sim.simulate import simulate
@@ -82,12 +84,14 @@ def accuracy(
     only: Sequence[str] | None = None,
     *,
     spread: bool = False,
+    jobs: int = 1,
 ) -> Iterator[RunAccuracy]:
     """Yield the accuracy of each run, or of those named in `only`, in the order of `paths`.
 
     Raises `TraceError` for a run that cannot be read, `ConfigError` for runs that do not belong
     together, leave too little to fit, or are not there. With `spread` each simulation is repeated
-    with all device times off by -1 % to 1 %, for the range of the mean TTFT.
+    with all device times off by -1 % to 1 %, for the range of the mean TTFT. `jobs` runs are
+    simulated at a time.
     """
     if len(paths) < 2:
         raise ConfigError("traces", len(paths), "give at least two runs: one is left out")
@@ -98,15 +102,21 @@ def accuracy(
         if name not in names:
             raise ConfigError("only", name, f"must be one of {', '.join(names)}")
     numbers = recordings(runs)
+    tasks: list[tuple[str, _Task]] = []
     for run, path, number in zip(runs, paths, numbers, strict=True):
         if only is None or run.name in only:
             others = [each for each, own in zip(runs, numbers, strict=True) if own != number]
-            yield _accuracy_of(run.name, load_run(path), others, spread=spread)
+            tasks.append((run.name, (run.name, path, others)))
+    yield from run_many(partial(_accuracy_of, spread=spread), tasks, jobs=jobs)
 
 
-def _accuracy_of(
-    name: str, recorded: Run, others: Sequence[Recorded], *, spread: bool
-) -> RunAccuracy:  # fmt: skip
+# The name of a run, its path, and the runs to fit step times to.
+_Task = tuple[str, str | os.PathLike[str], Sequence[Recorded]]
+
+
+def _accuracy_of(task: _Task, *, spread: bool) -> RunAccuracy:
+    name, path, others = task
+    recorded = load_run(path)
     cost = fit_runs(others, judged=False)
     both = compare(recorded, resimulate(recorded, cost), ("recorded", "simulated"))
     relative = {"output_tok_s_gpu": both.rates["output_tok_s_gpu"].relative}

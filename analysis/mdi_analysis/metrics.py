@@ -6,9 +6,9 @@ whole columns. Nothing here looks at device time or memory; `usage.py` does.
 Read next: `summary.py`, which puts everything together.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import pandas as pd
@@ -28,6 +28,7 @@ from mdi_analysis.frames import (
 )
 from mdi_shared.errors import TraceError, is_number, require
 from mdi_shared.request import REASONS
+from mdi_traces.spans import TokenSpans
 
 OUTCOMES = {
     "stop": "completed",
@@ -41,10 +42,10 @@ LATENCIES = ("ttft_ms", "ttft_engine_ms", "tpot_ms", "tpot_with_first_ms", "e2e_
 
 
 @runtime_checkable
-class HasPieces(Protocol):
-    """A run whose items come in pieces, Arrow tables, so that they need not all be in memory."""
+class HasSpans(Protocol):
+    """A run that says where requests gave tokens without a row for each token."""
 
-    def item_pieces(self) -> Iterator[Any]: ...
+    def token_spans(self) -> Iterator[TokenSpans]: ...
 
 
 assert OUTCOMES.keys() == set(REASONS.values()), "every finish reason needs an outcome"
@@ -167,80 +168,119 @@ def inter_token_latencies(run: RunLike) -> tuple[Floats, Ints]:
     """Return the gaps between consecutive visible moments of all requests, and how often each is.
 
     Gaps are distinct, ascending, ms. Tokens of one request that became visible together (accepted
-    drafts) are one moment. The sequences of a decode step share a gap, so that there are far fewer
-    than tokens. Raises `TraceError` when the run has no items, an item's step is not in the step
-    table, or time runs backwards.
-    """
-    pieces = _token_pieces(run)
-    distinct: list[Floats] = [np.empty(0)]
-    times: list[Ints] = [np.empty(0, dtype=np.int64)]
-    last: Floats = np.full(len(run.requests), np.nan)  # when each request was last heard of, ns
-    for codes, steps, done_ns in pieces:
-        # One integer per emitting row, ordered by (request, step): sorting it beats sorting rows.
-        width = max(done_ns.size, 1)
-        order = np.sort(codes * width + steps)
-        code, done = order // width, done_ns[order % width]
-        if code.size and code[-1] >= last.size:
-            last = np.append(last, np.full(int(code[-1]) + 1 - last.size, np.nan))
-        begins = np.append(True, np.diff(code) != 0)[: code.size]
-        before = np.append(np.nan, done[:-1])[: code.size]
-        before[begins] = last[code[begins]]
-        ends = np.append(begins[1:], True)[: code.size]
-        last[code[ends]] = done[ends]
-        gaps = (done - before)[~np.isnan(before)]
-        if (gaps < 0).any():
-            raise TraceError("steps table", "a request's later step is visible before its earlier "
-                             "one", column="t_done")  # fmt: skip
-        values, counts = np.unique(gaps, return_counts=True)
-        distinct.append(values[values > 0])
-        times.append(counts[values > 0])
-    values, place = np.unique(np.concatenate(distinct), return_inverse=True)
-    counts = np.bincount(place, weights=np.concatenate(times), minlength=values.size)
-    return values / NS_PER_MS, counts.astype(np.int64)
-
-
-def _token_pieces(run: RunLike) -> Iterator[tuple[Ints, Ints, Floats]]:
-    """Yield per piece of the items that gave tokens: request, step, and the time of every step.
-
-    A piece's steps lie after those of the pieces before it. Requests are numbered as they come.
+    drafts) are one moment. Sequences that run share the gap from one decode step to the next, so
+    that no row per token is needed. Raises `TraceError` when the run has no items, an item's step
+    is not in the step table, or time runs backwards.
     """
     if not has_items(run):
         raise TraceError("items table", "absent, but inter-token latency needs it")
-    pieces: Iterable[Any] = run.item_pieces() if isinstance(run, HasPieces) else [run.items]
-    number: dict[str, int] = {}
-    for piece in pieces:
-        frame = (
-            piece
-            if isinstance(piece, pd.DataFrame)
-            else piece.select(["step", "rank", "req_id", "emitted"]).to_pandas()
-        )
-        emitted = floats(frame, "items", "emitted") > 0
-        order_of_steps, step_index = locate_items(run.steps, frame)
-        codes, names = pd.factorize(series(frame, "items", "req_id").array[emitted])
-        known = np.array([number.setdefault(str(name), len(number)) for name in names], np.int64)
-        done_ns = floats(run.steps, "steps", "t_done")[order_of_steps]
-        yield known[codes] if names.size else codes.astype(np.int64), step_index[emitted], done_ns
+    order = StepOrder(run.steps)
+    done_ns = floats(run.steps, "steps", "t_done")[order.rows]
+    decodes = np.flatnonzero(is_kind(order.kinds, "decode", "idle_decode"))
+    # How many more requests than before wait from the decode step before until this one.
+    joins = np.zeros(decodes.size + 1, dtype=np.int64)
+    found: list[tuple[Floats, Ints]] = []  # (gaps, how often each)
+    last: Floats = np.full(len(run.requests), np.nan)  # when each request was last heard of, ns
+    for spans in _token_spans(run):
+        at = order.find(spans.rank, spans.step)
+        gave = np.flatnonzero(spans.gave > 0)
+        at, request, further = at[gave], spans.request[gave], spans.further[gave]
+        following = np.searchsorted(decodes, at, side="right")
+        goes_on = further > 0
+        first, stop = following[goes_on], (following + further)[goes_on]
+        if (stop > decodes.size).any():
+            raise TraceError("steps table", "ends before its items do")
+        joins += np.bincount(first + 1, minlength=joins.size)
+        joins -= np.bincount(stop, minlength=joins.size)
+        heard = done_ns[at].copy()  # of each entry, at last
+        heard[goes_on] = done_ns[decodes[stop - 1]]
+        found.append(_count(done_ns[decodes[first]] - done_ns[at[goes_on]]))
+        last = _grown(last, request)
+        found.append(_count(_gaps_between(request, at, done_ns[at], heard, last)))
+    found.append((np.diff(done_ns[decodes]), np.cumsum(joins)[1:-1]))
+    return _merged(found)
 
 
-def locate_items(steps: pd.DataFrame, items: pd.DataFrame) -> tuple[Ints, Ints]:
-    """Return the positions of the steps in order of (rank, step), and each item's index into them.
+def _gaps_between(request: Ints, at: Ints, begin: Floats, heard: Floats, last: Floats) -> Floats:
+    """Return the gaps of requests between their entries; `last` is brought up to date."""
+    order = np.lexsort((at, request))
+    request, begin, heard = request[order], begin[order], heard[order]
+    is_first = np.append(True, np.diff(request) != 0)[: request.size]
+    before = np.append(np.nan, heard[:-1])[: request.size]
+    before[is_first] = last[request[is_first]]
+    is_last = np.append(is_first[1:], True)[: request.size]
+    last[request[is_last]] = heard[is_last]
+    gaps: Floats = (begin - before)[~np.isnan(before)]
+    return gaps
 
-    A flush makes outputs of an earlier step visible and has no items of its own; it is left out.
-    Raises `TraceError` when an item's step is not in the step table.
+
+def _grown(values: Floats, index: Ints) -> Floats:
+    """Return the array with room for every index, NaN where there was none."""
+    missing = int(index.max(initial=-1)) + 1 - values.size
+    return np.append(values, np.full(missing, np.nan)) if missing > 0 else values
+
+
+def _count(values: Floats) -> tuple[Floats, Ints]:
+    distinct, counts = np.unique(values, return_counts=True)
+    return distinct, counts
+
+
+def _merged(found: Sequence[tuple[Floats, Ints]]) -> tuple[Floats, Ints]:
+    """Add up gaps in ns that may come several times or never; those of 0 are no gaps."""
+    gaps, times = (np.concatenate(each) for each in zip(*found, strict=True))
+    gaps, times = gaps[times > 0], times[times > 0]
+    if (gaps < 0).any():
+        raise TraceError("steps table", "a request's later step is visible before its earlier one",
+                         column="t_done")  # fmt: skip
+    values, place = np.unique(gaps, return_inverse=True)
+    counts = np.bincount(place, weights=times, minlength=values.size).astype(np.int64)
+    return values[values > 0] / NS_PER_MS, counts[values > 0]
+
+
+def _token_spans(run: RunLike) -> Iterator[TokenSpans]:
+    """Yield where requests gave tokens; an item table that is a frame has an entry for each row."""
+    if isinstance(run, HasSpans):
+        yield from run.token_spans()
+        return
+    items = run.items
+    assert items is not None, "whoever asks has seen that there are items"
+    request, _ = pd.factorize(series(items, "items", "req_id"))
+    rank, step, gave = (ints(items, "items", name) for name in ("rank", "step", "emitted"))
+    yield TokenSpans(rank, step, request, gave, np.zeros(len(items), dtype=np.int64))
+
+
+class StepOrder:
+    """The steps in order of (rank, step), without flushes: these make earlier outputs visible.
+
+    `rows` are their positions in the step table, `kinds` what `kind_codes` says of them.
     """
-    launched = np.flatnonzero(~is_kind(kind_codes(steps), "flush"))
-    step, item_step = ints(steps, "steps", "step")[launched], ints(items, "items", "step")
-    width = int(max(step.max(initial=0), item_step.max(initial=0))) + 1
-    key = ints(steps, "steps", "rank")[launched] * width + step
-    order = np.argsort(key, kind="stable")
-    key = key[order]
-    item_key = ints(items, "items", "rank") * width + item_step
-    index: Ints = np.searchsorted(key, item_key)
-    known = index < key.size
-    known[known] = key[index[known]] == item_key[known]
-    if not known.all():
-        row = int((~known).argmax())
-        raise TraceError("items table", f"step {item_step[row]} of rank "
-                         f"{items['rank'].iloc[row]} is not in the step table",
-                         row=row + 1, column="step")  # fmt: skip
-    return launched[order], index
+
+    def __init__(self, steps: pd.DataFrame) -> None:
+        kinds = kind_codes(steps)
+        launched = np.flatnonzero(~is_kind(kinds, "flush"))
+        step, rank = (ints(steps, "steps", name)[launched] for name in ("step", "rank"))
+        self._width = int(step.max(initial=0)) + 1
+        key = rank * self._width + step
+        order = np.argsort(key, kind="stable")
+        self.rows: Ints = launched[order]
+        self.kinds: Ints = kinds[self.rows]
+        self._key = key[order]
+        self._looked_up = 0
+
+    def find(self, rank: Ints, step: Ints) -> Ints:
+        """Return where items' steps stand in this order, given in pieces or all at once.
+
+        Raises `TraceError` when one is not in the step table.
+        """
+        key = rank * self._width + step
+        index: Ints = np.searchsorted(self._key, key)
+        known = (index < self._key.size) & (step < self._width)
+        known[known] = self._key[index[known]] == key[known]
+        if not known.all():
+            row = int((~known).argmax())
+            raise TraceError(
+                "items table", f"step {step[row]} of rank {rank[row]} is not in the step table",
+                row=self._looked_up + row + 1, column="step",
+            )  # fmt: skip
+        self._looked_up += len(key)
+        return index

@@ -23,7 +23,7 @@ from mdi_analysis.frames import (
     kind_codes,
     series,
 )
-from mdi_analysis.metrics import locate_items
+from mdi_analysis.metrics import StepOrder
 from mdi_analysis.step_roofline import run_shape, step_works
 from mdi_analysis.step_times import device_ms, gap_ms, had_requests, host_times, in_order, optional
 from mdi_analysis.usage import emitted_tokens
@@ -120,8 +120,9 @@ def step_items_frame(run: RunLike) -> pd.DataFrame:
     items = run.items
     if items is None:
         raise TraceError("items table", "absent: the run was saved without it")
-    positions, at = locate_items(run.steps, items)
-    steps = run.steps.iloc[positions]
+    ordered = StepOrder(run.steps)
+    at = ordered.find(ints(items, "items", "rank"), ints(items, "items", "step"))
+    steps = run.steps.iloc[ordered.rows]
     per_step = pd.DataFrame({
         "kind": steps["kind"].to_numpy(), "t_sched": steps["t_sched"].to_numpy(),
         "t_done": steps["t_done"].to_numpy(), "step_device_ms": device_ms(steps),

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from minideepinfer.commands import options as o
 from minideepinfer.commands.files import require_runs
 from minideepinfer.commands.screen import progress, show_json, show_table
+from minideepinfer.commands.values import num_jobs
 
 if TYPE_CHECKING:
     from minideepinfer.accuracy import RunAccuracy
@@ -40,6 +42,7 @@ def accuracy(
     spread: Annotated[
         bool, typer.Option("--spread", help="Also: mean TTFT with device times off by up to 1 %.")
     ] = False,
+    jobs: o.Jobs = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Leave each recorded run out, fit step times to the others, and simulate it from arrivals.
@@ -52,7 +55,7 @@ def accuracy(
 
     runs = []
     with progress(len(only) if only else len(traces), "runs") as advance:
-        for run in judge(traces, only, spread=spread):
+        for run in judge(traces, only, spread=spread, jobs=num_jobs(jobs)):
             runs.append(run)
             if advance is not None:
                 advance(1)

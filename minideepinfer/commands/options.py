@@ -129,6 +129,12 @@ Until = Annotated[float | None, option(
     "--until", metavar="S", panel=ENGINE,
     help="Stop at S virtual seconds; what is open then is reported unfinished.")]
 
+# How it is done
+
+Jobs = Annotated[int | None, option(
+    "--jobs", "-j", metavar="N",
+    help="Processes that simulate at the same time (default: all cores).")]
+
 # What comes out
 
 Out = Annotated[Path, option(

@@ -6,13 +6,12 @@ Read next: `describing.py` (most of its options), `minideepinfer/tune_report.py`
 shown), `mdi_sim/search/tune.py` (the search).
 """
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mdi_shared.errors import ConfigError
+from mdi_shared.errors import ConfigError, require_int
 from mdi_shared.run_notes import run_notes
 from mdi_sim.search.settings import DEFAULT_TRIALS
 from minideepinfer.commands import options as o
@@ -28,6 +27,7 @@ from minideepinfer.commands.describing import (
 from minideepinfer.commands.files import require_folder
 from minideepinfer.commands.results import parse_slo
 from minideepinfer.commands.screen import progress, show_json, show_table, tell
+from minideepinfer.commands.values import num_jobs
 
 if TYPE_CHECKING:
     from mdi_analysis import SLO
@@ -48,9 +48,7 @@ class TuneOptions(SimulatedOptions):
     trials: Annotated[int, o.option(
         "--trials", metavar="N", panel=GOAL,
         help=f"Most settings tried (default: {DEFAULT_TRIALS}).")] = DEFAULT_TRIALS  # fmt: skip
-    jobs: Annotated[int | None, o.option(
-        "--jobs", "-j", metavar="N", panel=GOAL,
-        help="Processes that simulate at the same time (default: all cores).")] = None  # fmt: skip
+    jobs: o.Jobs = None
     plots: o.Plots = None
     json: o.Json = False
 
@@ -63,10 +61,8 @@ def tune(options: TuneOptions) -> None:
     the default and the step-time model's error beside it. --set gives the default to start from.
     """
     slo = read_goal(options)
-    jobs = options.jobs if options.jobs is not None else os.cpu_count() or 1
-    for name, value in (("jobs", jobs), ("trials", options.trials)):
-        if value < 1:
-            raise ConfigError(name, value, "must be at least 1")
+    jobs = num_jobs(options.jobs)
+    require_int("trials", options.trials, 1)
     if options.plots is not None:
         require_folder("plots", options.plots)
     run = described(options, slo.tpot_ms if slo else None)

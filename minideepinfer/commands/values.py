@@ -5,12 +5,13 @@ Read next: `declare.py`, which puts the values together.
 
 import difflib
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
 
-from mdi_shared.errors import ConfigError
+from mdi_shared.errors import ConfigError, require_int
 from mdi_shared.json_input import read_toml
 from mdi_shared.run_description import RunDescription
 from mdi_shared.toml_text import NONE, without_none
@@ -125,3 +126,11 @@ def _parsed(name: str, text: str, kinds: tuple[type, ...]) -> Any:  # noqa: ANN4
             if math.isfinite(number):
                 return number
     raise ConfigError(name, text, _wanted(kinds))
+
+
+def num_jobs(given: int | None) -> int:
+    """Return how many processes to use: as many as said, else one per core."""
+    if given is None:
+        return os.cpu_count() or 1
+    require_int("jobs", given, 1)
+    return given

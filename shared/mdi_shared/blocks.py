@@ -39,7 +39,11 @@ class BlockPool:
     @property
     def usage(self) -> float:
         """Share in use, counting id 0 as used: an idle pool reads 1 / num_total (R7)."""
-        return (self.num_total - len(self._free)) / self.num_total
+        return self.usage_at(len(self._free))
+
+    def usage_at(self, num_free: int) -> float:
+        """Return `usage` as it would be with so many ids free."""
+        return (self.num_total - num_free) / self.num_total
 
     def fits(self, count: int) -> Fit:
         """Say whether `count` ids can be had; changes nothing. `fits(0)` is always OK."""

@@ -16,8 +16,9 @@ from mdi_shared.config import SchedulerConfig
 from mdi_shared.cost.linear import LinearCost
 from mdi_shared.cost.shape import ModelShape
 from mdi_shared.cost.step_cost import StepCost
-from mdi_shared.cost.work import PromptRow, add_work, decode_work, prefill_work
+from mdi_shared.cost.work import add_work, decode_work, prefill_work
 from mdi_shared.errors import ConfigError
+from mdi_shared.plan import PromptRow
 
 
 class ChunkPolicy(Protocol):

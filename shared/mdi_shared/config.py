@@ -156,6 +156,14 @@ class SchedulerConfig:
         return int(self.state_slot_ratio * self.max_num_seqs) + 1
 
     @property
+    def keeps_order(self) -> bool:
+        """Whether running sequences keep their order, and the decode clock tells who needs a block.
+
+        They do where all grow by one token per step; upstream sorts equals anew in each.
+        """
+        return self.num_draft_tokens == 0 and not self.strict_upstream
+
+    @property
     def runtime_max_model_len(self) -> int:
         """Positions a step may touch: the cap plus drafts in flight (R5)."""
         drafts = self.num_draft_tokens

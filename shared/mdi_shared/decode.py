@@ -4,119 +4,133 @@ Three different orders meet here (docs/rules.md, R17): the shortest output is se
 first, the longest output is the victim, and the batch is laid out by falling length.
 """
 
+from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from mdi_shared.plan import Ending
+from mdi_shared.plan import NOBODY, Batch, Ending, Member
 from mdi_shared.queues import Queues
 from mdi_shared.request import Sequence
 from mdi_shared.upstream_order import sort_descending
 
 
 @dataclass(slots=True, eq=False)
-class DecodeBatch:
-    """The step being assembled. `new_blocks` holds only sequences that took a block."""
+class DecodeStep:
+    """The step being assembled.
+
+    `seqs` are the sequences of `batch`. `joined` and `left` are its difference to the step before,
+    `taken` the blocks that sequences got, by id.
+    """
 
     finished: list[Sequence]
     ignored: list[Ending]
-    batch: list[Sequence] = field(default_factory=list)
-    preempted: list[int] = field(default_factory=list)
-    new_blocks: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    batch: Batch = NOBODY
+    seqs: list[Sequence] = field(default_factory=list)
+    joined: tuple[Member, ...] = ()
+    left: tuple[int, ...] = ()
+    preempted: list[Sequence] = field(default_factory=list)
+    taken: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
 
 
-def _by_output(seq: Sequence) -> tuple[int, int]:
-    """Order of `running`: the longest output first, of equals the older request first.
-
-    The first of them is the victim when blocks run out.
-    """
-    return (-seq.output_len, seq.seq_id)
-
-
-def _by_length(seq: Sequence) -> tuple[int, int, int]:
-    """Order of the batch: the longest, of equals the longer output, then the older first."""
-    return (-seq.num_tokens, -seq.output_len, seq.seq_id)
+def _member(seq: Sequence) -> Member:
+    return Member(-seq.base, seq.request.prompt_len, seq.seq_id, seq.slot)
 
 
 class DecodeSelection:
     """Assembles decode steps.
 
-    Both orders survive from step to step: every running sequence takes part in every decode step
-    and grows by one, so the lists are sorted again only after somebody joined. With drafts in
-    flight sequences grow unevenly and each step sorts.
+    Orders survive from step to step: every running sequence takes part in every decode step and
+    grows by one, so a step only visits who joins, leaves or needs a block. In strict mode, and with
+    drafts in flight, where sequences grow unevenly, each step sorts.
     """
 
-    __slots__ = ("_laid_out", "queues")
+    __slots__ = ("_batch", "_members", "_seqs", "queues")
 
     def __init__(self, queues: Queues) -> None:
         self.queues = queues
-        self._laid_out: list[Sequence] = []
+        self._batch = NOBODY
+        self._members: list[Member] = []  # of the batch, in its order
+        self._seqs: list[Sequence] = []
 
-    def select(self) -> DecodeBatch:
+    def select(self) -> DecodeStep:
         """Choose the batch, give it blocks and preempt where there are too few."""
         queues = self.queues
-        out = DecodeBatch(queues.take_dead_running(), queues.drop_all_dead())
-        if queues.config.strict_upstream:
-            self._select_strict(out)
+        finished = queues.take_dead_running() if queues.dead else []
+        step = DecodeStep(finished, queues.drop_all_dead() if queues.num_dead_waiting else [])
+        if queues.keeps_order:
+            self._give_blocks(step)
+            if finished or step.preempted or queues.joined:
+                self._update(step)
         else:
-            self._select(out)
-        return out
+            self._sort(step)
+        queues.joined.clear()
+        step.batch, step.seqs = self._batch, self._seqs
+        return step
 
-    def _select(self, out: DecodeBatch) -> None:
+    def _give_blocks(self, step: DecodeStep) -> None:
+        """Give a block to those that need one now; nobody else's table changes."""
         queues = self.queues
-        drafting = queues.config.num_draft_tokens > 0
-        stale = queues.order_is_stale or drafting
-        if stale:
-            queues.running.sort(key=_by_output)
-        # Written out, not `tokens_needed`: this line runs for every sequence in every step.
-        needy = [s for s in queues.running if s.num_tokens + s.inflight_total > s.capacity]
-        if drafting or len(needy) > queues.blocks.num_free:
-            picked = self._serve(queues.running, out)
-            picked.reverse()
-            queues.running = picked
-        else:  # enough for all, so only those that need a block are touched
-            for seq in reversed(needy):
-                out.new_blocks[seq.seq_id] = queues.add_blocks(seq, 1)
-        queues.order_is_stale = False
-        if stale:
-            self._laid_out = sorted(queues.running, key=_by_length)
-        elif out.finished or out.preempted:
-            self._laid_out = self._without_leavers(out)
-        out.batch = self._laid_out
+        needy = queues.clock.take_needy(queues.clock.planned, queues.config.block_size)
+        if len(needy) > queues.blocks.num_free:
+            self._serve(needy, step)
+        else:  # enough for all
+            for seq in needy:
+                step.taken.append((seq.seq_id, queues.add_blocks(seq, 1)))
 
-    def _without_leavers(self, out: DecodeBatch) -> list[Sequence]:
-        """The last layout less those that left; a new list, for the old one is in flight."""
-        if out.preempted:
-            here = {seq.seq_id for seq in self.queues.running}
-            return [seq for seq in self._laid_out if seq.seq_id in here]
-        left = self._laid_out.copy()
-        for seq in out.finished:
-            left.remove(seq)
-        return left
+    def _update(self, step: DecodeStep) -> None:
+        """Bring the batch up to date with who joined and who left."""
+        members, seqs = self._members, self._seqs
+        gone = [seq for seq in (*step.finished, *step.preempted) if seq in seqs]
+        new = [(_member(seq), seq) for seq in self.queues.joined if seq.clock is not None]
+        if not gone and not new:
+            return
+        # Copies: the lists are those of steps in flight.
+        self._members, self._seqs = members, seqs = members.copy(), seqs.copy()
+        for seq in gone:
+            index = seqs.index(seq)
+            del members[index], seqs[index]
+        for member, seq in new:
+            index = bisect_left(members, member)
+            members.insert(index, member)
+            seqs.insert(index, seq)
+        step.joined = tuple([member for member, _ in new])
+        step.left = tuple([seq.seq_id for seq in gone])
+        self._batch = Batch(tuple(members))
 
-    def _select_strict(self, out: DecodeBatch) -> None:
-        """Upstream's orders: sorts of whatever order the last step left (R17)."""
-        queues = self.queues
-        sort_descending(queues.running, lambda seq: seq.output_len)
-        picked = self._serve(queues.running, out)
-        sort_descending(picked, lambda seq: seq.num_tokens)
-        queues.running = picked
-        out.batch = picked.copy()  # `running` changes while the batch is in flight
+    def _sort(self, step: DecodeStep) -> None:
+        """Serve everybody and lay the batch out anew."""
+        queues, left = self.queues, self._batch.seq_ids
+        if queues.config.strict_upstream:
+            # Upstream's orders: sorts of whatever order the last step left (R17).
+            sort_descending(queues.running, lambda seq: seq.output_len)
+            self._serve(reversed(queues.running), step)
+            queues.running.reverse()
+            sort_descending(queues.running, lambda seq: seq.num_tokens)
+            seqs = queues.running.copy()
+        else:
+            queues.running.sort(key=lambda seq: (-seq.output_len, seq.seq_id))
+            self._serve(reversed(queues.running), step)
+            seqs = sorted(queues.running, key=_member)
+        members = [Member(-seq.base, place, seq.seq_id, seq.slot) for place, seq in enumerate(seqs)]
+        self._members, self._seqs, self._batch = members, seqs, Batch(tuple(members))
+        step.joined, step.left = self._batch.members, left
 
-    def _serve(self, running: list[Sequence], out: DecodeBatch) -> list[Sequence]:
-        """Serve from the end of `running`, preempt from its start; return those served."""
-        picked: list[Sequence] = []
-        first, index = 0, len(running)
-        while first < index:
-            index -= 1
-            seq = running[index]
-            while first < index and self._is_starved(seq):
-                self._preempt(running[first], out)
+    def _serve(self, served: Iterable[Sequence], step: DecodeStep) -> None:
+        """Serve in the order given, preempt from the start of `running`."""
+        queues, running, first = self.queues, self.queues.running, 0
+        for seq in served:
+            if seq.clock is None:
+                continue  # a victim of one before it
+            while self._is_starved(seq) and running[first] is not seq:
+                self._preempt(running[first], step)
                 first += 1
             if self._is_starved(seq):
-                self._preempt(seq, out)
+                self._preempt(seq, step)
+                first += 1
             else:
-                self._fit_table(seq, out)
-                picked.append(seq)
-        return picked
+                self._fit_table(seq, step)
+        if step.preempted:
+            queues.running = [seq for seq in running if seq.clock is not None]
 
     def _is_starved(self, seq: Sequence) -> bool:
         """Say whether the pool is too empty for this sequence to go on.
@@ -129,22 +143,21 @@ class DecodeSelection:
             return False  # one block is always enough: a step adds at most a block's tokens
         if queues.config.strict_upstream:
             return True
-        return seq.tokens_needed > seq.capacity
+        return seq.tokens_needed > queues.capacity(seq)
 
-    def _fit_table(self, seq: Sequence, out: DecodeBatch) -> None:
+    def _fit_table(self, seq: Sequence, step: DecodeStep) -> None:
         """Give the table exactly the blocks it needs: one more, or the surplus back."""
         queues, have = self.queues, len(seq.block_table)
         need = queues.blocks_needed(seq)
         if need > have:
             assert need == have + 1, f"{seq.request.req_id!r} needs two blocks in one step"
-            out.new_blocks[seq.seq_id] = queues.add_blocks(seq, 1)
+            step.taken.append((seq.seq_id, queues.add_blocks(seq, 1)))
         elif need < have:
             queues.blocks.free(reversed(seq.block_table[need:]))
             del seq.block_table[need:]
-            seq.capacity = need * queues.config.block_size
 
-    def _preempt(self, seq: Sequence, out: DecodeBatch) -> None:
+    def _preempt(self, seq: Sequence, step: DecodeStep) -> None:
         ending = self.queues.preempt(seq)
-        out.preempted.append(seq.seq_id)
+        step.preempted.append(seq)
         if ending is not None:
-            out.ignored.append(ending)
+            step.ignored.append(ending)

@@ -14,8 +14,10 @@ awaited in the next one, so that planning overlaps the device (docs/rules.md, R2
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mdi_shared.plan import Advance, Ending, StepOutcome, StepPlan, StepResult
+from mdi_shared.repeat import Horizon
 from mdi_shared.request import REASONS, Request, State
 from mdi_shared.scheduler import Scheduler
 from mdi_shared.vote import ANY, NONE, Ballot
@@ -26,16 +28,14 @@ class Poll:
     """Look at the world. Answer: `News`."""
 
 
-@dataclass(frozen=True, slots=True)
-class News:
+class News(NamedTuple):
     """Requests and aborts (by `req_id`) since the last poll, in order of arrival."""
 
     arrivals: tuple[Request, ...] = ()
     aborts: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Vote:
+class Vote(NamedTuple):
     """Combine this ballot with those of the other ranks. Answer: bool.
 
     `topic` is "unfinished" once per turn, "prefill" for the decision and "admitted" for its
@@ -46,18 +46,16 @@ class Vote:
     ballot: Ballot
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """Start a step. Answer: int, how many steps the driver took in one go; 1 is always right.
 
-    A driver that can foretell results may take up to `repeats` steps of this very batch, or
-    `repeats_if_quiet` as long as no request arrives before the last of them is planned. Between
-    two launches it awaits the oldest step in flight, as the loop would (`Scheduler.repeats`).
+    A driver that can foretell results may take as many steps of this very batch as all ranks'
+    horizons allow (`common_repeats`), the same number on each. Between two launches it awaits the
+    oldest step in flight, as the loop would (`Scheduler.advance`).
     """
 
     plan: StepPlan
-    repeats: int
-    repeats_if_quiet: int
+    horizon: Horizon
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +68,11 @@ class AwaitArrival:
     """Sleep until something arrives. Answer: bool, False when nothing ever will."""
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """Tell the driver what became visible; no answer.
 
-    `outcome` is a processed step, `advance` several repeated ones. `ended` are requests that left
-    without a step: aborted, refused, or stopped by preemption.
+    `outcome` is a processed step, `advance` several repeated ones before it. `ended` are requests
+    that left without a step: aborted, refused, or stopped by preemption.
     """
 
     ended: tuple[Ending, ...] = ()
@@ -83,6 +80,7 @@ class Report:
     advance: Advance | None = None
 
 
+POLL, AWAIT_STEP, AWAIT_ARRIVAL = Poll(), AwaitStep(), AwaitArrival()
 Effect = Poll | Vote | Launch | AwaitStep | AwaitArrival | Report
 Answer = News | StepResult | bool | int | None
 Loop = Generator[Effect, Answer, None]
@@ -95,32 +93,35 @@ def serve(scheduler: Scheduler, *, num_ranks: int = 1) -> Loop:
     step can ever serve.
     """
     while True:
-        yield from _take_news(scheduler)
+        news: Answer = yield POLL
+        assert isinstance(news, News), news
+        if news.arrivals or news.aborts:
+            yield from _take_in(scheduler, news)
         unfinished = scheduler.has_unfinished()
         if num_ranks > 1:
             unfinished = yield Vote("unfinished", Ballot(ANY, unfinished))  # type: ignore[assignment]
         if not unfinished:
             yield from _drain(scheduler)
-            if not (yield AwaitArrival()):
+            if not (yield AWAIT_ARRIVAL):
                 return
             continue
-        plan = yield from _plan(scheduler, num_ranks)
+        ballot = scheduler.ballot()
+        if ballot.rule == NONE or not (ballot.want or num_ranks > 1):
+            plan = scheduler.plan_decode(ballot)
+        else:
+            plan = yield from _decide(scheduler, ballot, num_ranks)
         if plan.ignored:
             yield Report(_without_aborted(plan.ignored))
-        repeats, if_quiet = scheduler.repeats(plan) if num_ranks == 1 else (1, 1)
-        taken = yield Launch(plan, repeats, if_quiet)
+        horizon = scheduler.horizon(plan)
+        taken = yield Launch(plan, horizon)
         assert isinstance(taken, int), taken
-        assert 1 <= taken <= if_quiet, f"{taken} of {if_quiet} steps"
-        if taken > 1:
-            yield Report(advance=scheduler.advance(taken - 1))
-        keep = 1 if scheduler.config.enable_zos and not plan.is_prefill else 0
-        yield from _drain(scheduler, keep)
+        assert 1 <= taken <= horizon.steps, f"{taken} of {horizon.steps} steps"
+        advance = scheduler.advance(taken - 1) if taken > 1 else None
+        yield from _drain(scheduler, 0 if plan.is_prefill else scheduler.keep, advance)
         scheduler.release()
 
 
-def _take_news(scheduler: Scheduler) -> Loop:
-    news = yield Poll()
-    assert isinstance(news, News), news
+def _take_in(scheduler: Scheduler, news: News) -> Loop:
     for request in news.arrivals:
         scheduler.submit(request)
     if news.aborts:
@@ -128,11 +129,10 @@ def _take_news(scheduler: Scheduler) -> Loop:
         yield Report(tuple(ending for ending in ended if ending is not None))
 
 
-def _plan(scheduler: Scheduler, num_ranks: int) -> Generator[Effect, Answer, StepPlan]:
+def _decide(
+    scheduler: Scheduler, ballot: Ballot, num_ranks: int
+) -> Generator[Effect, Answer, StepPlan]:
     """Decide between prefill and decode, with the group where there is one (R6)."""
-    ballot = scheduler.ballot()
-    if ballot.rule == NONE:
-        return scheduler.plan_decode(ballot)
     go: Answer = ballot.want
     if num_ranks > 1:
         go = yield Vote("prefill", ballot)
@@ -154,9 +154,11 @@ def _without_aborted(ignored: tuple[Ending, ...]) -> tuple[Ending, ...]:
     return tuple(ending for ending in ignored if ending.reason != REASONS[State.ABORTED])
 
 
-def _drain(scheduler: Scheduler, keep: int = 0) -> Loop:
-    """Process steps in flight, oldest first, until `keep` are left."""
+def _drain(scheduler: Scheduler, keep: int = 0, advance: Advance | None = None) -> Loop:
+    """Process steps in flight, oldest first, until `keep` are left; `advance` came before them."""
     while scheduler.num_in_flight > keep:
-        result = yield AwaitStep()
+        result = yield AWAIT_STEP
         assert isinstance(result, StepResult), result
-        yield Report(outcome=scheduler.commit(result))
+        yield Report((), scheduler.commit(result), advance)
+        advance = None
+    assert advance is None, "more steps than one leave one to process"

@@ -1,14 +1,16 @@
 """What crosses the seam between the core and a driver: immutable, JSON-able data, nothing else.
 
 A driver gets a `StepPlan`, runs it, and answers with a `StepResult`. Ids and lengths are ints,
-times are `*_ns` ints, reasons are strings. No tensors, no callbacks, no borrowed buffers. What
-there is per sequence stands in columns, one tuple each: that is what becomes device tensors and
-table columns, and a step costs no object per sequence. `StepPlan.items` shows the rows.
+times are `*_ns` ints, reasons are strings. No tensors, no callbacks, no borrowed buffers. Who takes
+part is a `Batch`, which all decode steps share until somebody joins or leaves; what there is per
+sequence stands in columns, one tuple each, made when asked for: a step costs no object per
+sequence. `StepPlan.items` shows the rows.
 
 Read next: `request.py` (life cycle), `scheduler.py` (who makes plans), `loop.py` (who runs them).
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 PREFILL = "prefill"
@@ -39,8 +41,43 @@ class Ending(NamedTuple):
     output_len: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class Member(NamedTuple):
+    """A sequence of a batch. Members of a decode batch stand in the order of these tuples (R17)."""
+
+    neg_base: int  # minus its length where the decode clock stood at 0; of a prefill step: minus k
+    tie: int  # of equal lengths: its prompt, for the longer output comes first; or its place
+    seq_id: int
+    slot: int  # of its state
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The sequences of a step, in order; its columns have one entry per member."""
+
+    members: tuple[Member, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @cached_property
+    def seq_ids(self) -> tuple[int, ...]:
+        return tuple([seq_id for _, _, seq_id, _ in self.members])
+
+    @cached_property
+    def slots(self) -> tuple[int, ...]:
+        return tuple([member.slot for member in self.members])
+
+    @cached_property
+    def base_sum(self) -> int:
+        """Sum of the members' lengths where the decode clock stood at 0."""
+        return -sum([neg_base for neg_base, _, _, _ in self.members])
+
+
+NOBODY = Batch()
+PromptRow = tuple[int, int, int]  # q, k, full prompt length
+
+
+class StepPlan(NamedTuple):
     """One engine step of one rank.
 
     Columns, one entry per sequence: `qs` query rows end at context length `ks`, of which k - q
@@ -51,6 +88,10 @@ class StepPlan:
     `is_partial` says that the last sequence's prompt goes on after this step; all others yield a
     token.
 
+    A decode step has `rows_each` rows per member, and k is the member's base and `shift`. Against
+    the decode step before, `joined` are members it did not have and `left` sequences it had. A
+    prefill step has its `prompts`. `taken` are the blocks that sequences got, by id.
+
     `finished` lists sequences whose memory returns once this step's predecessor is processed;
     `ignored` those that left the queue; `preempted` victims (their memory is already free).
     `decode_step`, `vote` and `want` are the inputs of the prefill-or-decode decision, before it.
@@ -59,14 +100,16 @@ class StepPlan:
 
     step: int
     kind: str
-    seq_ids: tuple[int, ...] = ()
-    qs: tuple[int, ...] = ()
-    ks: tuple[int, ...] = ()
-    full_lens: tuple[int, ...] = ()
-    slots: tuple[int, ...] = ()
-    num_blocks: tuple[int, ...] = ()
-    new_blocks: tuple[tuple[int, ...], ...] = ()
+    is_prefill: bool  # of that kind, idle or not
+    batch: Batch = NOBODY
+    shift: int = 0
+    rows_each: int = 1
+    prompts: tuple[PromptRow, ...] = ()
+    block_size: int = 1
+    taken: tuple[tuple[int, tuple[int, ...]], ...] = ()
     is_partial: bool = False
+    joined: tuple[Member, ...] = ()
+    left: tuple[int, ...] = ()
     finished: tuple[int, ...] = ()
     ignored: tuple[Ending, ...] = ()
     preempted: tuple[int, ...] = ()
@@ -79,33 +122,63 @@ class StepPlan:
     target_ns: int = 0  # step time the chunk policy aimed at; 0 = none
 
     @property
-    def items(self) -> tuple[StepItem, ...]:
-        """The columns as rows."""
-        last = len(self.seq_ids) - 1
-        return tuple(
-            StepItem(
-                seq_id, self.qs[i], self.ks[i], self.slots[i], self.num_blocks[i],
-                self.new_blocks[i], is_last_chunk=not (self.is_partial and i == last),
-            )
-            for i, seq_id in enumerate(self.seq_ids)
-        )  # fmt: skip
+    def seq_ids(self) -> tuple[int, ...]:
+        return self.batch.seq_ids
 
     @property
-    def is_prefill(self) -> bool:
-        return self.kind in (PREFILL, IDLE_PREFILL)
+    def slots(self) -> tuple[int, ...]:
+        return self.batch.slots
+
+    @property
+    def qs(self) -> tuple[int, ...]:
+        if self.is_prefill:
+            return tuple([q for q, _, _ in self.prompts])
+        return (self.rows_each,) * len(self.batch)
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        shift = self.shift
+        return tuple([shift - neg_base for neg_base, _, _, _ in self.batch.members])
+
+    @property
+    def full_lens(self) -> tuple[int, ...]:
+        return tuple([full_len for _, _, full_len in self.prompts])
+
+    @property
+    def num_blocks(self) -> tuple[int, ...]:
+        """Blocks of each table after this plan: a prompt's are reserved whole (R2)."""
+        size, lengths = self.block_size, self.full_lens if self.is_prefill else self.ks
+        return tuple([-(-length // size) for length in lengths])
+
+    @property
+    def new_blocks(self) -> tuple[tuple[int, ...], ...]:
+        if not self.taken:
+            return ((),) * len(self.batch)
+        taken = dict(self.taken)
+        return tuple([taken.get(seq_id, ()) for seq_id in self.seq_ids])
+
+    @property
+    def items(self) -> tuple[StepItem, ...]:
+        """The columns as rows."""
+        last = len(self.batch) - 1
+        is_last = [not (self.is_partial and i == last) for i in range(last + 1)]
+        columns = (self.seq_ids, self.qs, self.ks, self.slots, self.num_blocks, self.new_blocks)
+        return tuple(map(StepItem._make, zip(*columns, is_last, strict=True)))
 
     @property
     def prompt_tokens(self) -> int:
         """Rows of a prefill step, 0 for any other."""
-        return sum(self.qs) if self.kind == PREFILL else 0
+        return sum([q for q, _, _ in self.prompts]) if self.prompts else 0
 
     def to_json(self) -> dict[str, Any]:
         """Return plain dicts, lists, ints and strings; `from_json` inverts it."""
-        return asdict(self)
+        return {**self._asdict(), "batch": self.batch.members}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "StepPlan":
         fields = {name: _tuples(value) for name, value in data.items()}
+        fields["batch"] = Batch(tuple(Member(*member) for member in fields["batch"]))
+        fields["joined"] = tuple(Member(*member) for member in fields["joined"])
         fields["ignored"] = tuple(Ending(*ending) for ending in fields["ignored"])
         return cls(**fields)
 
@@ -120,44 +193,51 @@ class StepResult:
     """What the device produced: one tuple of token ids per plan item, in plan order.
 
     A decode row yields its accepted drafts followed by the sampled token; a prompt's last chunk
-    yields one token; an earlier chunk yields an empty tuple.
+    yields one token; an earlier chunk yields an empty tuple. Who simulates a decode step without
+    drafts may leave `tokens` out: each row yields one token, and none of them ends anybody.
     """
 
-    tokens: tuple[tuple[int, ...], ...]
+    tokens: tuple[tuple[int, ...], ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
+class StepOutcome(NamedTuple):
     """What processing a step made visible. Queue lengths are after processing.
 
     `tokens` has one entry per sequence of the step, its new tokens in order; empty for a chunk that
-    was not the last, and for a dropped row. `dropped` holds the indices of rows thrown away
-    because the sequence had finished or was preempted while the step was in flight; `ended` the
-    requests whose last token this was.
+    was not the last, and for a dropped row. It has no entries where the result had no tokens.
+    `dropped` holds the indices of rows thrown away because the sequence had finished or was
+    preempted while the step was in flight; `ended` the requests whose last token this was.
     """
 
     step: int
     is_prefill: bool
-    seq_ids: tuple[int, ...]
+    batch: Batch
     tokens: tuple[tuple[int, ...], ...]
     dropped: tuple[int, ...]
     ended: tuple[Ending, ...]
     n_waiting: int
     n_running: int
 
+    @property
+    def seq_ids(self) -> tuple[int, ...]:
+        return self.batch.seq_ids
 
-@dataclass(frozen=True, slots=True)
-class Advance:
-    """What `count` repetitions of a decode step changed (see `Scheduler.advance`).
 
-    The pool counters have one entry per repetition, each after its planning. `dropped` belongs
-    to the step that was in flight before the first of the repeated ones; it is empty when there
-    was none.
+class Advance(NamedTuple):
+    """What so many `repetitions` of a decode step changed (see `Scheduler.advance`).
+
+    `processed` older steps were processed meanwhile; the first of them had rows of the sequences
+    `dropped`, which had left.
+    `free_blocks` lists what was left of the pool after planning repetition 1, and whenever that
+    changed: (repetition, blocks). In the first `num_wanting` repetitions this rank wanted a prefill
+    where there was a vote.
     """
 
-    count: int
+    repetitions: int
+    processed: int
     dropped: tuple[int, ...]
-    free_blocks: tuple[int, ...]
+    free_blocks: tuple[tuple[int, int], ...]
     free_slots: int
     n_waiting: int
     n_running: int
+    num_wanting: int

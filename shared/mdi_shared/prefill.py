@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 from mdi_shared.blocks import Fit
 from mdi_shared.chunking import ChunkPolicy
-from mdi_shared.cost.work import PromptRow
 from mdi_shared.errors import UpstreamCheckError
-from mdi_shared.plan import Ending
+from mdi_shared.plan import Ending, Member, PromptRow
 from mdi_shared.queues import Queues
 from mdi_shared.request import Sequence, State
 
@@ -22,10 +21,16 @@ class PrefillBatch:
     k_room: int  # sum of full lengths still allowed
     picked: list[Sequence] = field(default_factory=list)
     rows: list[PromptRow] = field(default_factory=list)  # of each picked: q, k and full length
-    new_blocks: list[tuple[int, ...]] = field(default_factory=list)
+    taken: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # blocks, by sequence
     is_partial: bool = False  # the last one's prompt goes on after this step
     ignored: list[Ending] = field(default_factory=list)
     used_tokens: int = 0  # padded for context parallelism
+
+    def members(self) -> tuple[Member, ...]:
+        return tuple([
+            Member(-k, seq.request.prompt_len, seq.seq_id, seq.slot)
+            for seq, (_, k, _) in zip(self.picked, self.rows, strict=True)
+        ])  # fmt: skip
 
 
 class PrefillSelection:
@@ -100,9 +105,9 @@ class PrefillSelection:
         """Commit the head to the step."""
         queues, align = self.queues, self.queues.config.cp_align
         queues.waiting.popleft()
-        held = len(seq.block_table)
-        if not held:
+        if not seq.block_table:
             queues.allocate(seq)
+            batch.taken.append((seq.seq_id, tuple(seq.block_table)))
         k = seq.cached + tokens
         batch.is_partial = k < seq.num_tokens
         if not batch.is_partial:
@@ -110,4 +115,3 @@ class PrefillSelection:
         batch.used_tokens += -(-tokens // align) * align
         batch.picked.append(seq)
         batch.rows.append((tokens, k, seq.num_tokens))
-        batch.new_blocks.append(tuple(seq.block_table[held:]))

@@ -5,25 +5,40 @@ first) and `running`. This file moves sequences and memory; who is chosen is dec
 `prefill.py` and `decode.py`.
 """
 
+from bisect import insort
 from collections import Counter, deque
 
 from mdi_shared.blocks import BlockPool, Fit
+from mdi_shared.clock import DecodeClock
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.plan import Ending
 from mdi_shared.request import Sequence, State
+
+
+def by_output(seq: Sequence) -> tuple[int, int]:
+    """Order of `running`: the longest output first, of equals the older request first.
+
+    The first of them is the victim when blocks run out.
+    """
+    return (seq.order, seq.seq_id)
 
 
 class Queues:
     """Waiting and running sequences, the block pool and the state slots of one rank."""
 
     __slots__ = (
+        "_stop_ids",
         "blocks",
+        "clock",
         "config",
+        "dead",
+        "is_even",
+        "joined",
+        "keeps_order",
         "leaked",
         "live",
-        "num_dead_running",
         "num_dead_waiting",
-        "order_is_stale",
+        "num_departed",
         "running",
         "slots",
         "waiting",
@@ -36,11 +51,16 @@ class Queues:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.live: dict[str, Sequence] = {}  # by request id, until finished
-        # Finished members, counted when it happens so that no step searches in vain.
+        self.clock = DecodeClock(1 + config.num_draft_tokens)
+        self.is_even = config.num_draft_tokens == 0  # all grow alike: the clock tells who ends
+        self.keeps_order = config.keeps_order
+        self._stop_ids: frozenset[int] | None = None
+        self.joined: list[Sequence] = []  # `running` since the last decode step was planned
+        # Finished members, noted when it happens so that no step searches in vain.
         self.num_dead_waiting = 0
-        self.num_dead_running = 0
+        self.dead: list[Sequence] = []  # of `running`
+        self.num_departed = 0  # from the decode clock, ever
         self.leaked: list[tuple[str, int]] = []  # blocks that nobody can return, by request id
-        self.order_is_stale = False  # somebody joined `running` since it was last sorted
 
     def fits(self, seq: Sequence) -> Fit:
         """Say whether the blocks and the slot of a sequence that holds nothing can be had."""
@@ -63,32 +83,66 @@ class Queues:
         """Append blocks from the pool to a sequence's table and return their ids."""
         new = self.blocks.allocate(count)
         seq.block_table += new
-        seq.capacity += count * self.config.block_size
+        if self.keeps_order and seq.clock is not None:
+            seq.clock.holds(seq, self.capacity(seq))
         return tuple(new)
+
+    def capacity(self, seq: Sequence) -> int:
+        """Tokens that its blocks hold."""
+        return len(seq.block_table) * self.config.block_size
 
     def release(self, seq: Sequence) -> None:
         """Return whatever the sequence holds, last block first; holding nothing is fine."""
         self.blocks.free(reversed(seq.block_table))
         seq.block_table = []
-        seq.capacity = 0
         if seq.slot:
             self.slots.free((seq.slot,))
             seq.slot = 0
 
     def join_running(self, seq: Sequence) -> None:
-        """Append a sequence whose prompt is done; its first token may have ended it already."""
-        self.running.append(seq)
-        self.order_is_stale = True
-        self.num_dead_running += seq.is_finished
+        """Let a sequence run whose prompt is done; its first token may have ended it already."""
+        if seq.is_finished:
+            seq.order = self.clock.done - seq.output_len
+            self.dead.append(seq)
+        else:
+            seq.join(self.clock)
+            self.joined.append(seq)
+            self._stop_ids = None
+            if self.is_even:
+                self.clock.ends(seq)
+            if self.keeps_order:
+                self.clock.holds(seq, self.capacity(seq))
+        if self.keeps_order:
+            insort(self.running, seq, key=by_output)
+        else:
+            self.running.append(seq)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Every token that may stop somebody who runs."""
+        if self._stop_ids is None:
+            self._stop_ids = frozenset().union(*[seq.stop_ids for seq in self.running])
+        return self._stop_ids
+
+    def depart(self, seq: Sequence) -> None:
+        """Take a sequence off the clock; its rows in flight will be dropped."""
+        seq.leave()
+        self.num_departed += 1
+
+    def end_running(self, seq: Sequence) -> Ending:
+        """Book the end of a running sequence; it keeps its seat and memory until R21."""
+        self.depart(seq)
+        self.dead.append(seq)
+        self.live.pop(seq.request.req_id, None)
+        return Ending(seq.seq_id, seq.finish_reason, seq.output_len)
 
     def take_dead_running(self) -> list[Sequence]:
         """Remove finished members of `running`, in its order; they keep their memory for now."""
-        if self.num_dead_running == 0:
-            return []
-        running = State.RUNNING  # compared directly: under load this loop runs in nearly every step
-        dead = [seq for seq in self.running if seq.state is not running]
-        self.running = [seq for seq in self.running if seq.state is running]
-        self.num_dead_running = 0
+        dead, self.dead = self.dead, []
+        if len(dead) > 1:
+            dead.sort(key=self.running.index)
+        for seq in dead:
+            self.running.remove(seq)
         return dead
 
     def requeue(self, seq: Sequence) -> None:
@@ -111,11 +165,12 @@ class Queues:
         recomputing them.
         """
         self.release(seq)
+        self.depart(seq)
         if self.config.stop_preempted_request:
             seq.become(State.PREEMPTED)
             self.live.pop(seq.request.req_id, None)
             return Ending(seq.seq_id, seq.finish_reason, seq.output_len)
-        seq.reset_for_recompute()
+        seq.prefilled = 0  # all attention state is forgotten, but no token
         seq.become(State.WAITING)
         self.requeue(seq)
         return None
@@ -138,8 +193,6 @@ class Queues:
 
     def drop_all_dead(self) -> list[Ending]:
         """Remove finished members anywhere in `waiting`."""
-        if self.num_dead_waiting == 0:
-            return []
         dead = [seq for seq in self.waiting if seq.is_finished]
         self.waiting = deque(seq for seq in self.waiting if not seq.is_finished)
         self.num_dead_waiting = 0
@@ -162,19 +215,17 @@ class Queues:
         self._check_owners()
         for seq in self.running:
             assert seq.state is not State.WAITING, f"{seq.request.req_id} is in the wrong queue"
-            if not seq.is_finished and seq.inflight_total == 0:
-                assert seq.cached == seq.num_tokens - 1, f"{seq.request.req_id}: not all is cached"
+            assert (seq.clock is None) is seq.is_finished, f"{seq.request.req_id} keeps no time"
         for seq in list(self.waiting)[1:]:
             behind = bool(seq.block_table) and not seq.is_finished
             assert not behind or self.config.strict_upstream, "only the head may hold blocks"
         assert self.num_dead_waiting == sum(seq.is_finished for seq in self.waiting)
-        assert self.num_dead_running == sum(seq.is_finished for seq in self.running)
+        assert set(self.dead) == {seq for seq in self.running if seq.is_finished}
 
     def _check_member(self, seq: Sequence) -> None:
         name = seq.request.req_id
         assert 0 <= seq.cached <= seq.num_tokens, f"{name} has {seq.cached} tokens cached"
         assert bool(seq.block_table) == bool(seq.slot), f"{name} holds half its memory"
-        assert seq.capacity == len(seq.block_table) * self.config.block_size, name
         assert 0 not in seq.block_table, f"{name} holds block 0"
 
     def _check_owners(self) -> None:

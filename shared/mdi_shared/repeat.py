@@ -1,64 +1,79 @@
-"""How far ahead a decode batch is certain, and what those steps take from the pool.
+"""How far ahead a decode batch is certain, so that a simulator may take those steps as one.
 
 A decode step of an unchanged batch changes nothing but lengths. Until a sequence finishes, the
-pool runs short or the group votes, the following steps are known, so a simulator may take them as
-one. Stopping short of the true horizon is always safe: it only costs speed.
+pool runs short or the group may prefill, the following steps are known. Stopping short of the true
+horizon is always safe: it only costs speed. Ranks of a group step together, so the shortest
+horizon is everybody's.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mdi_shared.clock import FAR
 from mdi_shared.queues import Queues
-from mdi_shared.request import Sequence
-
-FAR = 1 << 30
 
 
-def steps_until_finish(batch: list[Sequence]) -> int:
-    """Count the steps up to the one that, processed, ends the first sequence by its length."""
-    return min([seq.finish_at - seq.num_tokens for seq in batch], default=FAR)
+class Horizon(NamedTuple):
+    """How many decode steps, the planned one included, one rank can foretell.
 
-
-class Growth:
-    """Blocks a batch will need over the next steps, each adding one token to every sequence.
-
-    Made after the first of those steps was planned, so tables fit that step exactly.
+    Its batch stays as it is for `steps`, unless there is a prefill. `to_vote` steps lead to the
+    next vote on one, `to_any` to the next at which a single rank's wish is enough. `has_waiting`
+    says that somebody waits here, `is_idle` that this rank has nothing at all to do.
     """
 
-    __slots__ = ("batch", "block_size", "queues", "room")
+    steps: int
+    to_vote: int
+    to_any: int
+    has_waiting: bool
+    is_idle: bool
 
-    def __init__(self, batch: list[Sequence], queues: Queues) -> None:
-        self.batch = batch
-        self.queues = queues
-        self.block_size = queues.config.block_size
-        # Steps that still fit into the table; inflight counts the planned step already, and
-        # a table holds what was in flight when a step is planned (R2), one less than now.
-        self.room = [seq.capacity + 1 - seq.num_tokens - seq.inflight_total for seq in batch]
 
-    def steps(self) -> int:
-        """Count steps, the planned one included, in which nobody can be starved of a block."""
-        if not self.batch:
-            return FAR
-        # Every sequence takes a block at most once in `block_size` steps.
-        rounds = self.queues.blocks.num_free // len(self.batch)
-        return max(rounds * self.block_size, min(self.room)) + 1
+def common_repeats(horizons: Sequence[Horizon]) -> tuple[int, int]:
+    """Return how many steps a group may take in one go: whatever arrives, and if nothing does.
 
-    def take(self, count: int) -> tuple[int, ...]:
-        """Allocate for `count` further steps in the order single steps would.
+    Where all must want a prefill, one rank with nobody waiting keeps the group decoding.
+    """
+    if len(horizons) == 1:
+        steps, to_vote, _, has_waiting, is_idle = horizons[0]
+        certain = 1 if is_idle else min(steps, to_vote)
+        return certain, certain if has_waiting or is_idle else steps
+    steps = min([horizon.steps for horizon in horizons])
+    if steps == 1 or all([horizon.is_idle for horizon in horizons]):
+        return 1, 1
+    certain = min(steps, horizons[0].to_vote)
+    waiting = [horizon.has_waiting for horizon in horizons]
+    if all(waiting):
+        return certain, certain
+    return certain, min(steps, horizons[0].to_any) if any(waiting) else steps
 
-        Returns the number of free blocks after each of them.
-        """
-        due: list[tuple[int, int, int, int]] = []
-        for index, (seq, room) in enumerate(zip(self.batch, self.room, strict=True)):
-            # Shortest output first is how a decode step serves (R17).
-            due += [
-                (step, seq.output_len, -seq.seq_id, index)
-                for step in range(room + 1, count + 1, self.block_size)
-            ]
-        due.sort()
-        taken = [0] * (count + 1)
-        for step, _, _, index in due:
-            self.queues.add_blocks(self.batch[index], 1)
-            taken[step] += 1
-        free, left = [], self.queues.blocks.num_free + len(due)
-        for step in range(1, count + 1):
-            left -= taken[step]
-            free.append(left)
-        return tuple(free)
+
+def foretell(queues: Queues, num_members: int, *, keep: int) -> int:
+    """Count the steps, the one just planned included, that change nobody but by a token.
+
+    The pool is sure to last where everybody could take a block for so long: each takes one at most
+    in `block_size` steps. `keep` steps are in flight when a step is planned.
+    """
+    if not num_members:
+        return FAR
+    clock, size = queues.clock, queues.config.block_size
+    rounds = queues.blocks.num_free // num_members
+    blocks = rounds * size if rounds else clock.steps_to_block(size)
+    # The step that ends a sequence is processed by the loop, with `keep` more in flight.
+    return min(clock.steps_to_end() - (clock.planned - clock.done - 1 - keep), blocks + 1)
+
+
+def take_blocks(queues: Queues, count: int, free_blocks: int) -> tuple[tuple[int, int], ...]:
+    """Give out the blocks of `count` further decode steps in the order single steps would.
+
+    Returns (step, blocks left) for each step after which others are left than before; at first they
+    were `free_blocks`.
+    """
+    clock, size, blocks = queues.clock, queues.config.block_size, queues.blocks
+    left = [] if blocks.num_free == free_blocks else [(1, blocks.num_free)]
+    step = max(clock.steps_to_block(size), 0) + 1
+    while step <= count:
+        for seq in clock.take_needy(clock.planned + step - 1, size):
+            queues.add_blocks(seq, 1)
+        left.append((step, blocks.num_free))
+        step = max(clock.steps_to_block(size), 0) + 1
+    return tuple(left)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
 
+from mdi_shared.clock import DecodeClock
 from mdi_shared.errors import ConfigError, require
 
 
@@ -78,21 +79,19 @@ class Request:
 class Sequence:
     """A request inside one scheduler. Counters are tokens (docs/rules.md, R2 and R3).
 
-    `num_tokens` is committed (prompt + emitted), `cached` has complete attention state,
-    `inflight_total` bounds the rows of steps scheduled and not yet processed, `capacity` is what
-    its blocks hold.
+    `base` is its length, what is committed of prompt and outputs, less what `clock` has done: while
+    it runs it is on the decode clock and grows by that alone. `prefilled` has complete attention
+    state, `order` is its place among the running: minus the output it had when the clock began.
     """
 
     __slots__ = (
+        "base",
         "block_table",
-        "cached",
-        "capacity",
         "checkpoints",
+        "clock",
         "finish_at",
-        "inflight_total",
-        "num_drafts",
-        "num_tokens",
-        "output_len",
+        "order",
+        "prefilled",
         "request",
         "seq_id",
         "slot",
@@ -105,14 +104,12 @@ class Sequence:
     ) -> None:
         self.seq_id = seq_id
         self.request = request
-        self.num_tokens = request.prompt_len
-        self.output_len = 0
-        self.cached = request.cached_len
-        self.inflight_total = 0
-        self.num_drafts = 0
+        self.base = request.prompt_len
+        self.clock: DecodeClock | None = None
+        self.order = 0
+        self.prefilled = request.cached_len
         self.checkpoints = list(request.chunk_checkpoints)
         self.block_table: list[int] = []
-        self.capacity = 0
         self.slot = 0
         self.state = State.WAITING
         stops = set(request.stop_token_ids)
@@ -121,6 +118,31 @@ class Sequence:
         self.stop_ids = frozenset(stops)
         # Length at which it ends whatever it says: max_tokens, or one past the model's cap (R4).
         self.finish_at = min(request.prompt_len + request.max_tokens, max_model_len + 1)
+
+    @property
+    def num_tokens(self) -> int:
+        """What is committed."""
+        return self.base if self.clock is None else self.base + self.clock.done
+
+    @property
+    def output_len(self) -> int:
+        return self.num_tokens - self.request.prompt_len
+
+    @property
+    def cached(self) -> int:
+        """Tokens with complete attention state: all but the newest of one that runs."""
+        return self.prefilled if self.clock is None else self.num_tokens - 1
+
+    @property
+    def inflight_total(self) -> int:
+        """Bound of what decode steps planned and not yet processed emit."""
+        return 0 if self.clock is None else self.clock.in_flight * self.clock.rows
+
+    @property
+    def tokens_needed(self) -> int:
+        """Tokens its blocks must hold now: committed, in flight and drafted (R2)."""
+        drafted = 0 if self.clock is None else self.clock.rows - 1
+        return self.num_tokens + self.inflight_total + drafted
 
     @property
     def is_finished(self) -> bool:
@@ -137,18 +159,26 @@ class Sequence:
         )
         self.state = state
 
-    @property
-    def tokens_needed(self) -> int:
-        """Tokens its blocks must hold now: committed, in flight and drafted (R2)."""
-        return self.num_tokens + self.inflight_total + self.num_drafts
+    def join(self, clock: DecodeClock) -> None:
+        """Get on the clock; its prompt is done and no decode step is in flight."""
+        assert clock.in_flight == 0, "who joins takes part in every step that is in flight"
+        self.base -= clock.done
+        self.order = self.request.prompt_len - self.base
+        self.clock = clock
+
+    def leave(self) -> None:
+        """Get off the clock, as long as it is."""
+        if self.clock is not None:
+            self.base += self.clock.done
+            self.prefilled = self.base - 1
+            self.clock = None
 
     def extend(self, tokens: tuple[int, ...]) -> int:
         """Commit tokens up to the one that finishes it; return how many (R4)."""
         count = len(tokens)
         if self.num_tokens + count >= self.finish_at or not self.stop_ids.isdisjoint(tokens):
             count = self._finish_within(tokens)
-        self.num_tokens += count
-        self.output_len += count
+        self.base += count
         return count
 
     def _finish_within(self, tokens: tuple[int, ...]) -> int:
@@ -161,9 +191,3 @@ class Sequence:
                 self.become(State.LENGTH_CAPPED)
                 return count
         raise AssertionError("one of the tokens ends the sequence")
-
-    def reset_for_recompute(self) -> None:
-        """Forget all attention state but no token (R19); consumed checkpoints stay consumed."""
-        self.cached = 0
-        self.inflight_total = 0
-        self.num_drafts = 0

@@ -20,6 +20,7 @@ from mdi_shared.plan import (
     IDLE_PREFILL,
     PREFILL,
     Advance,
+    Batch,
     Ending,
     StepOutcome,
     StepPlan,
@@ -27,9 +28,9 @@ from mdi_shared.plan import (
 )
 from mdi_shared.prefill import PrefillBatch, PrefillSelection
 from mdi_shared.queues import Queues
-from mdi_shared.repeat import Growth, steps_until_finish
+from mdi_shared.repeat import Horizon, foretell, take_blocks
 from mdi_shared.request import Request, Sequence, State
-from mdi_shared.vote import NONE, Ballot, rule_at, steps_to_next_vote
+from mdi_shared.vote import NONE, Ballot, rule_at, steps_to_votes
 
 
 class Scheduler:
@@ -44,6 +45,7 @@ class Scheduler:
         self.policy: ChunkPolicy = policy if policy is not None else TokenBudget()
         self.decode_step = 0  # decode steps since the last prefill step, idle ones included
         self.step = 0  # number of the newest step planned; the first is 1
+        self.keep = int(config.enable_zos)  # decode steps in flight from one turn to the next
         self.num_preempted = 0
         self._prefill = PrefillSelection(self.queues, self.policy)
         self._decode = DecodeSelection(self.queues)
@@ -82,11 +84,11 @@ class Scheduler:
         seq = self.queues.live.pop(req_id, None)
         if seq is None:
             return None
-        if seq.state is State.WAITING:
-            self.queues.num_dead_waiting += 1
-        else:
-            self.queues.num_dead_running += 1
+        is_waiting = seq.state is State.WAITING
         seq.become(State.ABORTED)
+        if not is_waiting:
+            return self.queues.end_running(seq)
+        self.queues.num_dead_waiting += 1
         return Ending(seq.seq_id, seq.finish_reason, seq.output_len)
 
     def has_unfinished(self) -> bool:
@@ -133,34 +135,34 @@ class Scheduler:
 
     def plan_decode(self, ballot: Ballot) -> StepPlan:
         """Plan a decode step, maybe an empty one; raises `DeadlockError` if none can ever help."""
-        chosen = self._decode.select()
-        batch, new_blocks = chosen.batch, chosen.new_blocks
+        chosen, queues = self._decode.select(), self.queues
+        batch, clock = chosen.batch, queues.clock
         self.num_preempted += len(chosen.preempted)
         self._to_release += chosen.finished
-        rows = 1 + self.config.num_draft_tokens
         plan = StepPlan(
             step=self._next_step(),
-            kind=DECODE if batch else IDLE_DECODE,
-            seq_ids=tuple([seq.seq_id for seq in batch]),
-            qs=(rows,) * len(batch),
-            ks=tuple([seq.cached + seq.inflight_total + rows for seq in batch]),
-            slots=tuple([seq.slot for seq in batch]),
-            num_blocks=tuple([len(seq.block_table) for seq in batch]),
-            new_blocks=tuple([new_blocks.get(seq.seq_id, ()) for seq in batch])
-            if new_blocks
-            else ((),) * len(batch),
+            kind=DECODE if batch.members else IDLE_DECODE,
+            is_prefill=False,
+            batch=batch,
+            shift=clock.done - 1 + (clock.planned - clock.done + 1) * clock.rows,
+            rows_each=clock.rows,
+            block_size=self.config.block_size,
+            taken=tuple(chosen.taken),
+            joined=chosen.joined,
+            left=chosen.left,
             finished=tuple([seq.seq_id for seq in chosen.finished]),
             ignored=tuple(chosen.ignored),
-            preempted=tuple(chosen.preempted),
+            preempted=tuple([seq.seq_id for seq in chosen.preempted]),
             decode_step=self.decode_step,
             vote=ballot.rule,
             want=ballot.want,
-            free_blocks=self.queues.blocks.num_free,
-            free_slots=self.queues.slots.num_free,
-            num_batched_tokens=rows * len(batch),
+            free_blocks=queues.blocks.num_free,
+            free_slots=queues.slots.num_free,
+            num_batched_tokens=clock.rows * len(batch.members),
         )
         self._check_progress(plan)
-        self._put_in_flight(plan, batch)
+        self._put_in_flight(plan, chosen.seqs)
+        clock.planned += 1
         self.decode_step += 1
         return plan
 
@@ -169,13 +171,11 @@ class Scheduler:
         plan = StepPlan(
             step=self._next_step(),
             kind=PREFILL if picked else IDLE_PREFILL,
-            seq_ids=tuple(seq.seq_id for seq in picked),
-            qs=tuple(q for q, _, _ in batch.rows),
-            ks=tuple(k for _, k, _ in batch.rows),
-            full_lens=tuple(full_len for _, _, full_len in batch.rows),
-            slots=tuple(seq.slot for seq in picked),
-            num_blocks=tuple(len(seq.block_table) for seq in picked),
-            new_blocks=tuple(batch.new_blocks),
+            is_prefill=True,
+            batch=Batch(batch.members()),
+            prompts=tuple(batch.rows),
+            block_size=self.config.block_size,
+            taken=tuple(batch.taken),
             is_partial=batch.is_partial,
             ignored=tuple(batch.ignored),
             decode_step=self.decode_step,
@@ -196,16 +196,18 @@ class Scheduler:
         return self.step
 
     def _put_in_flight(self, plan: StepPlan, seqs: list[Sequence]) -> None:
-        """Advance the sequences as if the step were done, up to what it will emit (R3)."""
-        most = 1 + self.config.num_draft_tokens
-        for seq in seqs:
-            seq.inflight_total += most
-        self._in_flight.append(InFlightStep(plan, seqs))
+        self._in_flight.append(InFlightStep(plan, seqs, self.queues.num_departed))
 
     def _check_progress(self, plan: StepPlan) -> None:
         """Raise when this and every later step is an empty decode although requests wait."""
         queues = self.queues
-        if plan.seq_ids or plan.finished or plan.ignored or plan.preempted or not queues.waiting:
+        if (
+            plan.batch.members
+            or plan.finished
+            or plan.ignored
+            or plan.preempted
+            or not queues.waiting
+        ):
             self._idle_turns = 0
             return
         if queues.running:
@@ -246,59 +248,63 @@ class Scheduler:
             self.queues.release(seq)
         self._to_release.clear()
 
-    # ---- many identical decode steps as one (see repeat.py) ------------------------------------
+    # ---- many equal decode steps as one (see repeat.py) ----------------------------------------
 
-    def repeats(self, plan: StepPlan) -> tuple[int, int]:
+    def horizon(self, plan: StepPlan) -> Horizon:
         """Say how many steps, `plan` included, are certain to be the same batch.
 
-        The first number holds whatever arrives, the second while nothing arrives. Both are 1
-        when the next step cannot be foretold. Asked right after `plan` was made.
+        Asked right after `plan` was made.
         """
-        config, queues = self.config, self.queues
-        batch = self._in_flight[-1].seqs
-        foretold = (
-            plan.kind in (DECODE, IDLE_DECODE)
-            and not config.strict_upstream
-            and config.num_draft_tokens == 0
-            and self.num_in_flight == (2 if config.enable_zos else 1)
-        )
-        if not foretold or (not batch and not queues.waiting):
-            return 1, 1
-        most = min(steps_until_finish(batch), Growth(batch, queues).steps())
-        to_vote = steps_to_next_vote(
+        queues, config = self.queues, self.config
+        members, has_waiting = len(plan.batch.members), bool(queues.waiting)
+        if plan.is_prefill or not queues.keeps_order:
+            return Horizon(1, 1, 1, has_waiting, is_idle=False)
+        to_vote, to_any = steps_to_votes(
             plan.decode_step, config.prefill_attempt_interval, config.prefill_any_attempt_interval
         )
-        return min(most, to_vote), (min(most, to_vote) if queues.waiting else most)
+        steps = foretell(queues, members, keep=self.keep)
+        return Horizon(steps, to_vote, to_any, has_waiting, not (members or has_waiting))
 
     def advance(self, count: int) -> Advance:
-        """Book `count` more steps like the newest, and process as many older ones.
+        """Book `count` more steps like the newest, and process the older ones they leave behind.
 
         The same as `count` times commit (of one token each, none of them a stop), release,
-        ballot and plan_decode, where `repeats` promised more than `count` steps.
+        ballot and plan_decode, where `horizon` promised more than `count` steps.
         """
         self.release()
-        queues, newest = self.queues, self._in_flight[-1]
-        batch = newest.seqs
-        dropped = dropped_rows(self._in_flight[0]) if self.num_in_flight > 1 else ()
-        free_blocks = Growth(batch, queues).take(count)
-        for seq in batch:
-            seq.num_tokens += count
-            seq.output_len += count
-            seq.cached += count
-        if self.num_in_flight > 1:
-            self._in_flight[0] = InFlightStep(newest.plan, batch)
-            self._in_flight[0].number = self.step + count - 1
+        queues, clock, in_flight = self.queues, self.queues.clock, self._in_flight
+        oldest, newest = in_flight[0], in_flight[-1]
+        processed = len(in_flight) - self.keep + count - 1
+        dropped: list[int] = []
+        if processed and oldest.num_departed != queues.num_departed:
+            members = oldest.plan.batch.members
+            dropped = [members[i].seq_id for i in dropped_rows(queues, oldest)]
+        wanted = bool(queues.waiting) and self.want_prefill()
+        free_blocks = take_blocks(queues, count, newest.plan.free_blocks)
+        clock.planned += count
+        clock.done += processed
         self.step += count
-        newest.number = self.step
         self.decode_step += count
+        in_flight.clear()
+        if self.keep:
+            before = InFlightStep(newest.plan, newest.seqs, queues.num_departed)
+            before.number = self.step - 1
+            in_flight.append(before)
+        newest.number = self.step
+        in_flight.append(newest)
+        num_wanting = self._wanting_steps(count, free_blocks) if wanted else 0
         return Advance(
-            count=count,
-            dropped=dropped,
-            free_blocks=free_blocks,
-            free_slots=queues.slots.num_free,
-            n_waiting=len(queues.waiting),
-            n_running=len(queues.running),
-        )
+            count, processed, tuple(dropped), free_blocks, queues.slots.num_free,
+            len(queues.waiting), len(queues.running), num_wanting,
+        )  # fmt: skip
+
+    def _wanting_steps(self, count: int, free_blocks: tuple[tuple[int, int], ...]) -> int:
+        """In how many of `count` repetitions a prefill is wanted: what they take may end it."""
+        queues = self.queues
+        if queues.waiting[0].block_table:
+            return count
+        above = [step for step, free in free_blocks if queues.blocks.usage_at(free) > WATERMARK]
+        return min(above, default=count)
 
     def check_integrity(self) -> None:
         """Assert the invariants that hold between engine steps."""
@@ -308,6 +314,6 @@ class Scheduler:
             name, touched = seq.request.req_id, seq.cached + seq.inflight_total
             if not seq.is_finished:
                 assert seq.inflight_total in (0, rows), f"{name}: {seq.inflight_total} in flight"
-                assert seq.capacity >= touched, f"{name}: rows in flight have no block"
+                assert self.queues.capacity(seq) >= touched, f"{name}: rows have no block"
             assert seq.output_len <= seq.request.max_tokens, f"{name}: past max_tokens"
             assert touched <= self.config.runtime_max_model_len, f"{name}: past the last position"

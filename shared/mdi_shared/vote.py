@@ -5,13 +5,12 @@ ballots between ranks and applies `decide`. Nothing here communicates.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 NONE, ALL, ANY = "none", "all", "any"
 
 
-@dataclass(frozen=True, slots=True)
-class Ballot:
+class Ballot(NamedTuple):
     """One rank's part in a decision: the rule in force and what the rank wants."""
 
     rule: str
@@ -28,12 +27,10 @@ def rule_at(decode_step: int, attempt_interval: int, any_interval: int) -> str:
     return ALL if decode_step % attempt_interval == 0 else NONE
 
 
-def steps_to_next_vote(decode_step: int, attempt_interval: int, any_interval: int) -> int:
-    """Count the decode steps after `decode_step` up to the next point at which ranks vote."""
-    return min(
-        attempt_interval - decode_step % attempt_interval,
-        any_interval - decode_step % any_interval,
-    )
+def steps_to_votes(decode_step: int, attempt_interval: int, any_interval: int) -> tuple[int, int]:
+    """Count the decode steps after `decode_step` up to the next vote, and to the next ANY point."""
+    to_any = any_interval - decode_step % any_interval
+    return min(attempt_interval - decode_step % attempt_interval, to_any), to_any
 
 
 def decide(rule: str, wants: Iterable[bool]) -> bool:

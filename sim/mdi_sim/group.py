@@ -1,113 +1,77 @@
-"""What simulated data-parallel ranks do together: vote, and run each step as one group."""
+"""What simulated data-parallel ranks do together: vote, sleep, and run their steps as one group.
 
-from collections import deque
-from collections.abc import Generator
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+A rank keeps its own time, which runs ahead of the event queue's, and comes back to it where ranks
+meet. A group of one meets nobody and needs no event.
+"""
+
+from collections.abc import Callable, Generator
+from typing import Generic, TypeVar
 
 import simpy
 
 from mdi_shared.cost.group import GroupCost
-from mdi_shared.cost.step_cost import group_device_ns
-from mdi_shared.cost.work import StepWork
 from mdi_shared.vote import Ballot, decide
-
-Waits = Generator[simpy.Event, None, None]
-
+from mdi_sim.stretch import NEVER, Devices, Lane, Stretch
 
 Value = TypeVar("Value")
+Common = TypeVar("Common")
 
 
-class Barrier(Generic[Value]):
-    """A rendezvous of all ranks that hands everyone all the values brought to it."""
+class Barrier(Generic[Value, Common]):
+    """A rendezvous of all ranks; `combine` makes of their values, by rank, what all leave with."""
 
-    def __init__(self, env: simpy.Environment, size: int) -> None:
+    def __init__(
+        self, env: simpy.Environment, size: int, combine: Callable[[list[Value]], Common]
+    ) -> None:
         self._env = env
         self._size = size
-        self._values: list[Value] = []
+        self._combine = combine
+        self._values: dict[int, Value] = {}
         self._full = env.event()
 
-    def meet(self, value: Value) -> Generator[simpy.Event, list[Value], list[Value]]:
-        """Bring a value; all leave, with all the values, when the last rank has come."""
-        self._values.append(value)
+    def meet(self, rank: int, value: Value) -> Generator[simpy.Event, Common, Common]:
+        """Bring a value; all leave when the last rank has come."""
+        if self._size == 1:
+            return self._combine([value])
+        self._values[rank] = value
         full, values = self._full, self._values
         if len(values) == self._size:
-            self._values, self._full = [], self._env.event()
-            full.succeed(values)
+            self._values, self._full = {}, self._env.event()
+            full.succeed(self._combine([values[rank] for rank in range(self._size)]))
         return (yield full)
-
-
-@dataclass(slots=True, eq=False)
-class DeviceStep:
-    """One step of the group on its devices; times are known once all ranks have launched it."""
-
-    known: simpy.Event
-    device_ns: list[int] = field(default_factory=list)  # by rank, in the order of launches
-    works: list[StepWork] = field(default_factory=list)
-    ready_ns: int = 0  # when the last rank was ready to start it
-    queued_ns: int = 0
-    start_ns: int = -1
-    end_ns: int = -1
 
 
 class Group:
     """The ranks' common state: where they meet, and their devices.
 
-    Every device start waits for the slowest rank (docs/rules.md, R26), and since ranks meet in
-    each layer's expert exchange, the step ends for all with the slowest one, or when `cost` says
-    (R34). A group of one exchanges nothing.
+    `looks_cost` says that taking arrivals in takes time. The run ends at `until_ns`.
     """
 
-    def __init__(self, env: simpy.Environment, size: int, cost: GroupCost | None = None) -> None:
+    def __init__(
+        self, env: simpy.Environment, size: int, cost: GroupCost | None = None, *,
+        until_ns: int = NEVER, looks_cost: bool = False,
+    ) -> None:  # fmt: skip
         self.env = env
         self.size = size
-        self.cost = cost if size > 1 else None
-        self._votes: Barrier[Ballot] = Barrier(env, size)
-        self._arrivals: Barrier[int | None] = Barrier(env, size)
-        self._open: deque[DeviceStep] = deque()  # oldest first: steps that not all have launched
-        self._launched = [0] * size  # of them, per rank
-        self._device_free_ns = 0
+        self.until_ns = until_ns
+        self.devices = Devices(cost if size > 1 else None, looks_cost=looks_cost)
+        self.votes: Barrier[tuple[Ballot, int], tuple[bool, int]] = Barrier(env, size, _decide)
+        self.launches: Barrier[Lane, Stretch] = Barrier(env, size, self.run)
+        # The ranks meet for the next arrival: one that looked on its own could miss what another
+        # just took, and go home while the others wait for it in their next vote.
+        self.arrivals: Barrier[tuple[int, int], tuple[int, int]] = Barrier(env, size, _earliest)
 
-    def vote(self, ballot: Ballot) -> Generator[simpy.Event, list[Any], bool]:
-        """Combine the ranks' ballots; all leave when the last one has voted."""
-        ballots = yield from self._votes.meet(ballot)
-        return decide(ballot.rule, [b.want for b in ballots])
+    def run(self, lanes: list[Lane]) -> Stretch:
+        """Run a stretch of all ranks' steps."""
+        return self.devices.run(lanes, until_ns=self.until_ns)
 
-    def next_arrival(self, next_ns: int | None) -> Generator[simpy.Event, list[Any], int | None]:
-        """Return the earliest arrival known to any rank; None when no rank knows of one.
 
-        The ranks meet for it: one that looked on its own could miss what another just took, and
-        go home while the others wait for it in their next vote.
-        """
-        times = yield from self._arrivals.meet(next_ns)
-        return min((time for time in times if time is not None), default=None)
+def _decide(votes: list[tuple[Ballot, int]]) -> tuple[bool, int]:
+    """Return the verdict on (ballot, time) of each rank, and when all had voted."""
+    verdict = decide(votes[0][0].rule, [ballot.want for ballot, _ in votes])
+    return verdict, max([time_ns for _, time_ns in votes])
 
-    def launch(
-        self, rank: int, ready_ns: int, device_ns: int, work: StepWork, queued_ns: int
-    ) -> DeviceStep:
-        """Enter a rank's next step, ready to start at `ready_ns` and taking `device_ns` alone.
 
-        It cannot end before `queued_ns`, when its host has given it all of its work.
-        """
-        index = self._launched[rank]
-        self._launched[rank] += 1
-        if index == len(self._open):
-            self._open.append(DeviceStep(self.env.event()))
-        step = self._open[index]
-        step.device_ns.append(device_ns)
-        step.works.append(work)
-        step.ready_ns = max(step.ready_ns, ready_ns)
-        step.queued_ns = max(step.queued_ns, queued_ns)
-        if len(step.works) == self.size:  # then it is the oldest
-            step.start_ns = max(self._device_free_ns, step.ready_ns)
-            step.end_ns = max(step.start_ns + self._device_ns(step), step.queued_ns)
-            self._device_free_ns = step.end_ns
-            step.known.succeed()
-            self._open.popleft()
-            self._launched = [count - 1 for count in self._launched]
-        return step
-
-    def _device_ns(self, step: DeviceStep) -> int:
-        if self.cost is None:
-            return group_device_ns(step.device_ns)
-        return self.cost.device_ns(step.device_ns, step.works)
+def _earliest(looks: list[tuple[int, int]]) -> tuple[int, int]:
+    """Return the next arrival, of (arrival, time) of each rank, and when all had looked."""
+    return min([next_ns for next_ns, _ in looks]), max([time_ns for _, time_ns in looks])

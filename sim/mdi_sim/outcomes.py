@@ -6,9 +6,12 @@ does not depend on what else is in the batch.
 """
 
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
+from mdi_shared.clock import FAR
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.plan import StepItem, StepPlan, StepResult
+from mdi_shared.plan import StepItem, StepOutcome, StepPlan, StepResult
+from mdi_shared.request import Request
 
 _MASK = (1 << 64) - 1
 
@@ -28,48 +31,83 @@ def _uniform(*keys: int) -> float:
 class Outcomes:
     """Results of one rank's steps.
 
-    `stops` maps a sequence to the output length at which its model says end of sequence; sequences
-    that run to `max_tokens` are absent. `output_lens` holds what each sequence had put out when
-    the newest step was processed; the driver keeps it up to date while `needs_lengths`.
+    `stops` maps a sequence to its prompt's length and to the output length at which its model says
+    end of sequence; sequences that run to `max_tokens` are absent. `lengths` holds what each had
+    put out when the newest step was processed; the driver keeps it up to date while
+    `needs_lengths`, and tells of every step that it plans.
     """
 
     config: SchedulerConfig
     seed: int
     accept_rate: float
-    stops: dict[int, int] = field(default_factory=dict)
-    output_lens: dict[int, int] = field(default_factory=dict)
+    stops: dict[int, tuple[int, int]] = field(default_factory=dict)
+    lengths: dict[int, int] = field(default_factory=dict)
+    # Of those who run: the decode step that brings their last token, by its `shift`.
+    _shift_of: dict[int, int] = field(default_factory=dict)
+    _at_shift: dict[int, set[int]] = field(default_factory=dict)
+    _shifts: list[int] = field(default_factory=list)  # a heap
+
+    def stops_at(self, seq_id: int, request: Request, output_len: int) -> None:
+        """Note that a sequence's model ends it with its output token number `output_len`."""
+        self.stops[seq_id] = (request.prompt_len, output_len)
 
     @property
     def needs_lengths(self) -> bool:
-        return bool(self.stops) or self.config.num_draft_tokens > 0
+        """With drafts nobody can say beforehand which step brings which token."""
+        return self.config.num_draft_tokens > 0
+
+    def note_lengths(self, outcome: StepOutcome) -> None:
+        """Count the tokens of a processed step."""
+        for seq_id, new in zip(outcome.seq_ids, outcome.tokens, strict=True):
+            self.lengths[seq_id] = self.lengths.get(seq_id, 0) + len(new)
+
+    def planned(self, plan: StepPlan) -> None:
+        """Note who joins with a decode step that is about to be launched, and who has left."""
+        if not self.stops or self.needs_lengths:
+            return
+        for seq_id in plan.left:
+            shift = self._shift_of.pop(seq_id, None)
+            if shift is not None:
+                self._at_shift[shift].discard(seq_id)
+        for member in plan.joined:
+            if member.seq_id in self.stops:
+                # Context length k makes the token that is number k of all (docs/rules.md, R29).
+                shift = sum(self.stops[member.seq_id]) - 1 + member.neg_base
+                self._shift_of[member.seq_id] = shift
+                self._at_shift.setdefault(shift, set()).add(member.seq_id)
+                heappush(self._shifts, shift)
+
+    def steps_before_stop(self, plan: StepPlan) -> int:
+        """Count the steps, `plan` included, up to the one whose turn processes a last token."""
+        while self._shifts and not self._at_shift.get(self._shifts[0]):
+            self._at_shift.pop(heappop(self._shifts), None)
+        if not self._shifts:
+            return FAR
+        return self._shifts[0] - plan.shift + 1 + self.config.enable_zos
+
+    def result(self, plan: StepPlan, shift: int) -> StepResult:
+        """Make the result of `plan`, or of that of its repetitions that has this `shift`."""
+        if plan.is_prefill or self.needs_lengths:
+            return StepResult(tuple([self._tokens(plan, item) for item in plan.items]))
+        last = self._at_shift.get(shift)
+        if not last:
+            return StepResult()
+        eos, plain = self.config.eos_token_id, self._plain
+        return StepResult(tuple([(eos if i in last else plain,) for i in plan.seq_ids]))
 
     @property
     def _plain(self) -> int:
         """Any token that is not the end of a sequence."""
         return 0 if self.config.eos_token_id != 0 else 1
 
-    def result(self, plan: StepPlan) -> StepResult:
-        """Make the result of `plan`, or of any of its repetitions."""
-        if not self.needs_lengths:
-            tokens: tuple[tuple[int, ...], ...] = ((self._plain,),) * len(plan.seq_ids)
-            return StepResult((*tokens[:-1], ()) if plan.is_partial else tokens)
-        return StepResult(tuple([self._tokens(plan, item) for item in plan.items]))
-
-    def steps_before_stop(self, plan: StepPlan) -> int:
-        """Count the repetitions of `plan` up to the one that processes somebody's last token."""
-        stops, done = self.stops, self.output_lens
-        if not stops:
-            return 1 << 30
-        return min([stops[i] - done.get(i, 0) for i in plan.seq_ids if i in stops], default=1 << 30)
-
     def _tokens(self, plan: StepPlan, item: StepItem) -> tuple[int, ...]:
         if not item.is_last_chunk:
             return ()
-        done = self.output_lens.get(item.seq_id, 0)
+        prompt_len, stop = self.stops.get(item.seq_id, (0, 0))
+        done = self.lengths.get(item.seq_id, 0) if self.needs_lengths else item.k - prompt_len
         count = 1 if plan.is_prefill else 1 + self._accepted(item, done)
         tokens = [self._plain] * count
-        stop = self.stops.get(item.seq_id)
-        if stop is not None and done < stop <= done + count:
+        if done < stop <= done + count:
             tokens[stop - done - 1] = self.config.eos_token_id
         return tuple(tokens)
 

@@ -6,9 +6,8 @@ record says they did. Whatever differs then is a decision, not a duration.
 Read next: `driver.py` (the driver with modelled times), `mdi_traces/check.py`.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,19 +20,19 @@ from mdi_shared.cost.shape import ModelShape, shape_by_name
 from mdi_shared.cost.step_cost import ConstantCost
 from mdi_shared.cost.work import step_work
 from mdi_shared.errors import ConfigError
-from mdi_shared.loop import Answer, Effect, Launch, News, Poll
+from mdi_shared.loop import Launch, News
 from mdi_shared.placement import RoundRobin
 from mdi_shared.plan import StepResult
 from mdi_shared.request import Request
 from mdi_shared.run_description import RunDescription
 from mdi_shared.scheduler import Scheduler
-from mdi_sim.driver import RankDriver
-from mdi_sim.group import DeviceStep, Group
+from mdi_sim.driver import InFlight, RankDriver, Waits
+from mdi_sim.group import Group
 from mdi_sim.outcomes import Outcomes
 from mdi_sim.source import Source
 from mdi_sim.workload import Workload
 from mdi_traces.columns import codes, ints, numbers
-from mdi_traces.recorder import NOT_YET, RankRecorder
+from mdi_traces.recorder import NOT_YET, Launches, RankRecorder
 from mdi_traces.requests import RequestTrace, clear_outputs, put_column
 from mdi_traces.run import Run
 from mdi_traces.tables import build_run
@@ -79,7 +78,7 @@ def replay_recorded(recorded: Run, shape: ModelShape | None = None) -> Run:
         left = (queues.blocks.num_free, queues.slots.num_free)
         driver.recorder.closed(driver.scheduler.unfinished(), left)
     return build_run(
-        [driver.recorder for driver in drivers], trace, recorded.metadata, config,
+        [driver.recorder for driver in drivers], trace, recorded.metadata, config, shape,
         run_id="replayed", arrived_ns={}, unfinished_reason="the record ends here",
     )  # fmt: skip
 
@@ -175,35 +174,38 @@ class _RecordedDriver(RankDriver):
         times = self._times[name]
         return times[index] if index < len(times) else _NEVER
 
-    def _answer(self, effect: Effect) -> Generator[simpy.Event, Any, Answer]:
-        if isinstance(effect, Poll):
-            due = self._at("t_sched", self.scheduler.step)
-            if due < _NEVER:
-                yield from self._sleep_until(due)
-        return (yield from super()._answer(effect))
+    def _catch_up(self) -> Waits:
+        self._wait_for_poll()
+        return (yield from super()._catch_up())
+
+    def _wait_for_poll(self) -> None:
+        due = self._at("t_sched", self.scheduler.step)
+        if due < _NEVER:
+            self.now = max(self.now, due)
 
     def _poll(self) -> News:
+        self._wait_for_poll()
         news = super()._poll()
         following = self._at("t_sched", self.scheduler.step + 1)
         due = [name for end, name in self._aborts if end < following]
         self._aborts = self._aborts[len(due) :]
         return News(news.arrivals, tuple(due))
 
-    def _launch(self, effect: Launch) -> Generator[simpy.Event, None, int]:
+    def _launch(self, effect: Launch) -> Waits:
         plan, index = effect.plan, effect.plan.step - 1
+        self.outcomes.planned(plan)
         planned = self.now
-        yield from self._sleep_until(min(self._at("t_launch", index), _NEVER - 1))
-        step = DeviceStep(self.group.env.event())
-        step.start_ns, step.end_ns = self._at("t_dev_start", index), self._at("t_dev_end", index)
-        self._in_flight.append((plan, step))
-        device_ns = step.end_ns - step.start_ns
-        times = (self.poll_ns, planned, self.now, 0, device_ns)
+        self.now = max(planned, min(self._at("t_launch", index), _NEVER - 1))
+        start, end = self._at("t_dev_start", index), self._at("t_dev_end", index)
+        self._in_flight.append(InFlight(plan, plan.shift, start, end, 0))
+        times = Launches(self.poll_ns, planned, self.now, 0, end - start)
         self.recorder.launched(plan, step_work(self.shape, plan), times)
         return 1
+        yield  # a process, as the simulator's
 
-    def _await_step(self) -> Generator[simpy.Event, None, StepResult]:
-        plan, step = self._in_flight.popleft()
-        yield from self._sleep_until(self._at("t_done", self._landed_steps))
+    def _await_step(self) -> StepResult:
+        step = self._in_flight.popleft()
+        self.now = max(self.now, self._at("t_done", self._landed_steps))
         self._landed_steps += 1
-        self.recorder.landed(step.start_ns, step.end_ns, self.now, 0)
-        return self.outcomes.result(plan)
+        self.recorder.landed_one(step.start_ns, step.end_ns, self.now, 0)
+        return self.outcomes.result(step.plan, step.shift)

@@ -5,7 +5,7 @@ Same trace, options and seed: equal bytes. The run's tables have the schema a re
 Read next: `driver.py` (one rank), `group.py` (ranks together), `mdi_shared/loop.py` (the policy).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Unpack
 
@@ -17,10 +17,11 @@ from mdi_shared.describe_run import RunOptions, describe_run
 from mdi_shared.errors import ConfigError
 from mdi_shared.run_description import RunDescription
 from mdi_shared.scheduler import Scheduler
-from mdi_sim.driver import NEVER, RankDriver, TimeIsUp
+from mdi_sim.driver import RankDriver, TimeIsUp
 from mdi_sim.group import Group
 from mdi_sim.outcomes import Outcomes
 from mdi_sim.source import make_sources
+from mdi_sim.stretch import NEVER
 from mdi_sim.workload import Workload
 from mdi_traces.recorder import RankRecorder
 from mdi_traces.requests import RequestTrace
@@ -59,7 +60,11 @@ def simulate(
     config.require_pool_fits()
     workload = Workload(trace, run.ranks, run.new_placement())
     env = simpy.Environment()
-    group = Group(env, run.ranks, getattr(cost, "group", None))
+    group = Group(
+        env, run.ranks, getattr(cost, "group", None),
+        until_ns=NEVER if until_s is None else int(until_s * 1e9),
+        looks_cost=cost.host.ingress_ns_per_token > 0,
+    )  # fmt: skip
     policy = make_policy(config, run.shape, cost if chunk_cost is None else chunk_cost)
     drivers = [
         RankDriver(
@@ -67,7 +72,6 @@ def simulate(
             outcomes=Outcomes(config=config, seed=run.seed, accept_rate=run.draft_accept_rate),
             recorder=RankRecorder(rank, drafting=config.num_draft_tokens > 0),
             request_of=workload.request, shape=run.shape, cost=cost,
-            until_ns=NEVER if until_s is None else int(until_s * 1e9),
             fast_forward=fast_forward, on_progress=on_progress,
         )
         for rank, source in enumerate(make_sources(workload.arrivals))
@@ -75,7 +79,7 @@ def simulate(
     for driver in drivers:
         env.process(driver.run())
     try:
-        reason, end_ns = _run(env, until_s)
+        reason, end_ns = _run(env, drivers, until_s)
     except OverflowError as error:
         raise ConfigError("cost", type(cost).__name__, "takes the run beyond 292 years, the most "
                           "that 64-bit nanoseconds hold") from error  # fmt: skip
@@ -86,6 +90,7 @@ def simulate(
     sources = [driver.source for driver in drivers]
     return build_run(
         [driver.recorder for driver in drivers], trace, _metadata(trace, run), config,
+        run.shape,
         run_id=f"simulated-{run.seed}",
         arrived_ns={row: t for source in sources for row, t in source.arrived_ns.items()},
         unfinished_reason=reason,
@@ -93,14 +98,16 @@ def simulate(
     )  # fmt: skip
 
 
-def _run(env: simpy.Environment, until_s: float | None) -> tuple[str, int]:
+def _run(
+    env: simpy.Environment, drivers: Sequence[RankDriver], until_s: float | None
+) -> tuple[str, int]:
     """Run to the end; return why what is open then is open, and when the end was, ns."""
     try:
         env.run()
     except TimeIsUp:
         assert until_s is not None, "there is a limit to reach"
         return f"time limit of {until_s:g} s", int(until_s * 1e9)
-    return RAN_DRY, int(env.now)
+    return RAN_DRY, max(driver.now for driver in drivers)
 
 
 def _metadata(trace: RequestTrace, run: RunDescription) -> Metadata:

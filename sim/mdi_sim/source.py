@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mdi_sim.stretch import NEVER
+
 
 @dataclass(slots=True)
 class Arrivals:
@@ -56,9 +58,9 @@ class Source:
         self._due.clear()
         return rows
 
-    def next_ns(self) -> int | None:
-        """When the next row falls due that is not due yet; None when nothing is known to come."""
-        return self._heap[0][0] if self._heap else None
+    def next_ns(self) -> int:
+        """When the next row falls due that is not due yet; NEVER when nothing is known to come."""
+        return self._heap[0][0] if self._heap else NEVER
 
     def not_arrived(self, now_ns: int) -> list[int]:
         """Return the rows that arrive later than now, turns whose predecessor goes on included."""

@@ -12,7 +12,7 @@ from mdi_shared.config import SchedulerConfig
 from mdi_shared.cost.shape import TINY
 from mdi_shared.errors import ConfigError, TraceError
 from mdi_sim.simulate import simulate
-from mdi_traces import Run, generate_workload, tables
+from mdi_traces import Run, generate_workload, spread
 
 
 def gaps_of(run) -> np.ndarray:
@@ -92,15 +92,18 @@ def test_gaps_do_not_depend_on_row_order(run):
     assert sorted(gaps_of(shuffled).tolist()) == sorted(expected.tolist())
 
 
-def test_gaps_in_pieces_are_those_of_the_whole():
-    """A simulated run hands out its items piece by piece; drafts and preemption included."""
+@pytest.mark.parametrize(("drafts", "ranks"), [(0, 1), (2, 1), (0, 2), (2, 2)])
+def test_gaps_need_no_row_per_token(drafts, ranks):
+    """A simulated run has one entry for many tokens; drafts and preemption included."""
     work = generate_workload("azure-conv", num_requests=40, seed=2, rate=40)
-    config = SchedulerConfig(max_num_seqs=8, num_draft_tokens=2, num_blocks=90,
+    config = SchedulerConfig(max_num_seqs=8, num_draft_tokens=drafts, num_blocks=90,
                              max_model_len=6_000)  # fmt: skip
-    found = simulate(work, scheduler=config, shape=TINY, ranks=2)
+    found = simulate(work, scheduler=config, shape=TINY, ranks=ranks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables, "_PIECE_ITEMS", 100)
+        patch.setattr(spread, "PORTION", 100)
         assert len(list(found.item_pieces())) > 20
+        entries = sum(len(spans.step) for spans in found.token_spans())
+        assert drafts or ranks > 1 or 3 * entries < len(found.items_table)
         pieces = inter_token_latencies(found)
         assert pa.concat_tables(found.item_pieces()).equals(found.items_table)
     whole = Run(found.steps_table, found.requests_table, found.metadata, found.items_table)

@@ -1,8 +1,6 @@
 """Real traces through the command line; they are looked for in MDI_PUBLIC_TRACES."""
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 
@@ -18,21 +16,13 @@ OPTIONS = {
 }
 
 
-@pytest.fixture
-def folder():
-    path = os.environ.get("MDI_PUBLIC_TRACES")
-    if not path:
-        pytest.skip("set MDI_PUBLIC_TRACES to the folder of public traces")
-    return Path(path)
-
-
 @pytest.mark.parametrize("name", OPTIONS)
-def test_public_traces_are_checked_shown_and_simulated(mdi, folder, name):
-    checked = mdi("check", folder / name, *OPTIONS[name])
+def test_public_traces_are_checked_shown_and_simulated(mdi, public_traces, name):
+    checked = mdi("check", public_traces / name, *OPTIONS[name])
     assert checked.code == 0, checked.err
-    shown = json.loads(mdi("show", folder / name, *OPTIONS[name], "--json").out)
+    shown = json.loads(mdi("show", public_traces / name, *OPTIONS[name], "--json").out)
     assert shown["rows"] > 0
-    done = mdi("simulate", folder / name, *OPTIONS[name], "--limit", 20, "--json",
+    done = mdi("simulate", public_traces / name, *OPTIONS[name], "--limit", 20, "--json",
                "--set", "max_model_len=262144", "--out", "r")  # fmt: skip
     assert done.code == 0, done.err
     assert json.loads(done.out)["summary"]["requests"]["total"] == min(20, shown["rows"])

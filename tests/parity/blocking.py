@@ -20,6 +20,8 @@ from mdi_shared.loop import (
     serve,
 )
 from mdi_shared.vote import decide
+from mdi_sim.stretch import NEVER
+from mdi_traces.recorder import Launches
 
 
 class FakeDevices:
@@ -108,9 +110,9 @@ class BlockingRank:
             next_ns = self.sources[self.rank].next_ns()
             both = self.exchange.gather(self.rank, (next_ns, self.now))
             self.now = max(now for _, now in both)
-            times = [t for t, _ in both if t is not None]
-            self.now = max(self.now, min(times, default=0))
-            return bool(times)
+            coming = min(t for t, _ in both)
+            self.now = max(self.now, 0 if coming == NEVER else coming)
+            return coming != NEVER
         assert isinstance(effect, Report)
         self.report(effect)
         return None
@@ -122,7 +124,7 @@ class BlockingRank:
             request, stop = self.request_of(row)
             seq_id = self.recorder.submitted(row)
             if stop is not None:
-                self.outcomes.stops[seq_id] = stop
+                self.outcomes.stops_at(seq_id, request, stop)
             requests.append(request)
         self.ingress = self.cost.host.ingress(sum(request.prompt_len for request in requests))
         return News(tuple(requests))
@@ -138,7 +140,8 @@ class BlockingRank:
         duration = self.cost.device_ns(work) if plan.seq_ids or not is_alone else 0
         queued = self.now + self.cost.host.queue(plan.prompt_tokens)
         self.devices.launch(self.rank, plan.step, self.now, duration, queued)
-        times = (self.polled, planned, self.now, self.waited, duration)
+        times = Launches(self.polled, planned, self.now, self.waited, duration)
+        self.outcomes.planned(plan)
         self.recorder.launched(plan, work, times)
         self.flights.append(plan)
         return 1
@@ -151,16 +154,13 @@ class BlockingRank:
             2
         ]
         self.now = max(self.now, end) + process
-        self.recorder.landed(start, end, self.now, process)
-        return self.outcomes.result(plan)
+        self.recorder.landed_one(start, end, self.now, process)
+        return self.outcomes.result(plan, plan.shift)
 
     def report(self, report):
-        if report.outcome is not None:
-            outcome = report.outcome
-            for seq_id, new in zip(outcome.seq_ids, outcome.tokens, strict=True):
-                done = self.outcomes.output_lens.get(seq_id, 0)
-                self.outcomes.output_lens[seq_id] = done + len(new)
-        for row in self.recorder.reported(report, self.now, []):
+        if self.outcomes.needs_lengths and report.outcome is not None:
+            self.outcomes.note_lengths(report.outcome)
+        for row in self.recorder.reported(report, self.now):
             self.sources[self.rank].ended(row, self.now)
 
 

@@ -4,6 +4,7 @@ Not only are the plan logs equal: since both take durations from one cost model,
 are, times included. Fast-forwarding in the simulator must not show either.
 """
 
+import random
 from dataclasses import replace
 from functools import partial
 
@@ -14,9 +15,10 @@ from hypothesis import given, settings
 from mdi_shared.chunking import make_policy
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.cost.hardware import H200
+from mdi_shared.cost.linear import PREFILL_TERMS, DecodeTerms, LinearCost, PrefillTerms
 from mdi_shared.cost.roofline import RooflineCost
 from mdi_shared.cost.shape import TINY
-from mdi_shared.cost.step_cost import HostCost
+from mdi_shared.cost.step_cost import ConstantCost, HostCost
 from mdi_shared.placement import RoundRobin
 from mdi_shared.scheduler import Scheduler
 from mdi_sim.outcomes import Outcomes
@@ -62,7 +64,7 @@ def blocking_run(trace, config, cost, ranks, seed=0):
         recorder.closed(scheduler.unfinished(), (queues.blocks.num_free, queues.slots.num_free))
     metadata = Metadata(table="steps", source="simulator", clock="virtual")
     return build_run(
-        recorders, trace, metadata, config, run_id=f"simulated-{seed}",
+        recorders, trace, metadata, config, TINY, run_id=f"simulated-{seed}",
         arrived_ns={row: t for source in sources for row, t in source.arrived_ns.items()},
         unfinished_reason=RAN_DRY,
     )  # fmt: skip
@@ -160,12 +162,67 @@ def test_both_drivers_follow_a_cost_target_alike(trace, config, ranks, target_ms
     assert [finding for finding in check_run(simulated) if not finding.skipped] == []
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(traces, configs(), st.sampled_from([None, 0.004, 0.05]))
-def test_fast_forward_does_not_show(trace, config, until_s):
-    cost = RooflineCost(H200, TINY, host=HOST)
-    run = partial(simulate, trace, scheduler=config, cost=cost, shape=TINY, until_s=until_s)
-    assert_same_run(run(), run(fast_forward=False))
+CALM = replace(HOST, ingress_ns_per_token=0)  # arrivals may wait for a vote
+COSTS = {
+    "roofline": lambda ranks, host: RooflineCost(H200, TINY, ep=ranks, host=host),
+    "linear": lambda ranks, host: linear_cost(host=host),
+    "constant": lambda ranks, host: ConstantCost(3 * MS, MS, host),
+    "own": lambda ranks, host: NoisyCost(host),
+}
+
+
+def linear_cost(**options):
+    terms = dict.fromkeys(PREFILL_TERMS, 0.0) | {"const": 2e6, "rows": 900.5}
+    decode = DecodeTerms(const=1e6, rows=7e3, sum_k=13.25, n_seqs=55.5)
+    return LinearCost(prefill=PrefillTerms(**terms), decode=decode, **options)
+
+
+class NoisyCost:
+    """A user's model, which draws: it must be asked for each step once, and in order."""
+
+    def __init__(self, host):
+        self.host, self.random = host, random.Random(5)
+
+    def device_ns(self, work):
+        return 900_000 + 3_000 * work.rows + self.random.randrange(200_000)
+
+    def describe(self):
+        return {"kind": "noisy"}
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    traces, configs(), st.sampled_from([None, 0.004, 0.05]), st.sampled_from([1, 1, 2, 4]),
+    st.sampled_from(sorted(COSTS)), st.booleans(), st.sampled_from([None, 0.2, 1.0]),
+)  # fmt: skip
+def test_fast_forward_does_not_show(trace, config, until_s, ranks, cost, calm, target_ms):
+    if target_ms is not None:
+        config = replace(config, chunk_policy="cost_target", prefill_target_ms=target_ms)
+    one, other = (
+        simulate(
+            trace, scheduler=config, cost=COSTS[cost](ranks, CALM if calm else HOST), shape=TINY,
+            until_s=until_s, ranks=ranks, fast_forward=fast_forward,
+            chunk_cost=RooflineCost(H200, TINY, host=HOST),
+        )
+        for fast_forward in (True, False)
+    )  # fmt: skip
+    assert_same_run(one, other)
+
+
+def test_ranks_go_forward_together():
+    """The property above would hold vacuously if groups took single steps."""
+    rows = [(0, 30, 40, 0, -1, 0)] * 8
+    seen = []
+
+    class Asked(NoisyCost):
+        decode_times = ConstantCost(MS, MS).decode_times
+
+        def device_ns(self, work):
+            seen.append(work)
+            return MS
+
+    run = simulate(make_trace(rows), cost=Asked(HOST), shape=TINY, ranks=4)
+    assert run.steps_table.num_rows > 4 * 40 > 10 * len(seen)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)

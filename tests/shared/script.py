@@ -19,6 +19,7 @@ from mdi_shared.loop import (
     serve,
 )
 from mdi_shared.plan import Ending, StepItem, StepPlan, StepResult
+from mdi_shared.repeat import common_repeats
 from mdi_shared.request import Request
 from mdi_shared.scheduler import Scheduler
 from mdi_shared.vote import decide
@@ -155,7 +156,7 @@ class ScriptedRank:
         taken = min(self.repeat, self._certain(effect))
         for shift in range(taken):
             self.flights.append((effect.plan, shift))
-        for _ in range(taken - 1):
+        while taken > 1 and len(self.flights) > 1 + self.scheduler.config.enable_zos:
             self.flights.popleft()
         self.turns.append(Turn(effect.plan, self.names, taken=taken))
         return taken
@@ -164,8 +165,8 @@ class ScriptedRank:
         """How many steps a driver that knows the script may take at once."""
         step = effect.plan.step
         coming = [key - step for key in self.script if key > step]
-        quiet = min([effect.repeats_if_quiet, *coming])
-        most = max(effect.repeats, quiet) if coming else effect.repeats_if_quiet
+        repeats, if_quiet = common_repeats([effect.horizon])
+        most = max(repeats, min([if_quiet, *coming])) if coming else if_quiet
         aborts = [
             key - step
             for key, entries in self.script.items()
@@ -195,7 +196,7 @@ class ScriptedRank:
                 self.output_len[name] = self.output_len.get(name, 0) + len(tokens)
         if report.advance is not None:
             for seq_id in self.turns[-1].plan.seq_ids:
-                self.output_len[self.names[seq_id]] += report.advance.count
+                self.output_len[self.names[seq_id]] += report.advance.processed
         for ending in endings([report]):
             assert ending.output_len == self.output_len.get(self.names[ending.seq_id], 0)
 

@@ -28,14 +28,14 @@ PLACES = {
     "_tokens_to_run": "`lookahead`, fewest tokens of a chunk",
     "requeue": "place of a preempted sequence",
     "_book_out": "aborted between two chunks",
-    "select": "order of ties",
+    "_sort": "order of ties",
     "prompt_limit": "longest prompt without chunking",
     "_given_budget_rules": "least token budget",
     "token_budget": "default token budget",
     "_check_progress": "deadlock",
 }
-# Steps taken as one make the same plans, and checks decide nothing.
-NO_RULES = {"repeats", "check_integrity"}
+# Orders that are kept are those that sorting gives, and checks decide nothing.
+NO_RULES = {"keeps_order", "check_integrity"}
 
 
 def places_that_ask():

@@ -24,8 +24,7 @@ from mdi_shared.cost.work import (
     prefill_work,
     step_work,
 )
-from mdi_shared.errors import ConfigError
-from mdi_shared.plan import DECODE, IDLE_DECODE, IDLE_PREFILL, PREFILL, StepPlan
+from mdi_shared.plan import DECODE, IDLE_DECODE, IDLE_PREFILL, PREFILL, Batch, Member, StepPlan
 
 REPLAY = replace(V41_FLASH, replay_keep_tokens=140)
 TINY_REPLAY = replace(TINY, replay_keep_tokens=140)
@@ -258,44 +257,47 @@ contexts_and_steps = st.tuples(
 )
 
 
+def growing(shape, contexts, shift=3):
+    members = sorted(Member(shift - k, 0, i, 0) for i, k in enumerate(contexts))
+    return DecodeWork(shape, Batch(tuple(members)), shift)
+
+
 @few
 @given(contexts_and_steps, st.sampled_from([TINY, TINY_REPLAY]))
 def test_a_growing_batch_equals_counting_it_anew(case, shape):
     contexts, steps = case
-    batch = DecodeWork(shape, contexts)
+    batch = growing(shape, contexts)
     for j in steps:
         assert batch.at(j) == decode_work(shape, [k + j for k in contexts])
 
 
 def test_a_growing_batch_crosses_every_cap_of_the_real_shape():
     contexts = [120, 127, 500, 505, 1_015, 1_016, 16_370, 16_377, 16_384, 900_000]
-    batch = DecodeWork(V41_FLASH, contexts)
+    batch = growing(V41_FLASH, contexts)
     for j in range(40):
         assert batch.at(j) == decode_work(V41_FLASH, [k + j for k in contexts])
-
-
-def test_a_batch_needs_a_sequence():
-    with pytest.raises(ConfigError, match="contexts"):
-        DecodeWork(TINY, [])
 
 
 # ---- plans -------------------------------------------------------------------------------------
 
 
 def plan_of(kind, *rows, full_lens=None):
-    ks = tuple(k for _, k in rows)
-    return StepPlan(
-        step=1, kind=kind, seq_ids=tuple(range(len(rows))), qs=tuple(q for q, _ in rows), ks=ks,
-        full_lens=full_lens if full_lens is not None else ks,
-    )  # fmt: skip
+    """A plan of rows (q, k); those of a decode step have one q."""
+    members = tuple(Member(-k, 0, i, 0) for i, (_, k) in enumerate(rows))
+    if kind not in (PREFILL, IDLE_PREFILL):
+        each = rows[0][0] if rows else 1
+        return StepPlan(1, kind, is_prefill=False, batch=Batch(members), rows_each=each)
+    full_lens = [k for _, k in rows] if full_lens is None else full_lens
+    prompts = tuple((q, k, full) for (q, k), full in zip(rows, full_lens, strict=True))
+    return StepPlan(1, kind, is_prefill=True, batch=Batch(members), prompts=prompts)
 
 
 def test_plans_by_kind():
     rows = [(5, 9), (7, 7)]
     assert step_work(TINY, plan_of(PREFILL, *rows)) == prefill_work(TINY, [(5, 9, 9), (7, 7, 7)])
     assert step_work(TINY, plan_of(DECODE, (1, 9), (1, 4))) == decode_work(TINY, [9, 4])
-    verified = step_work(TINY, plan_of(DECODE, (3, 9), (1, 4)))
-    assert verified == add_work(decode_work(TINY, [9], q=3), decode_work(TINY, [4]))
+    verified = step_work(TINY, plan_of(DECODE, (3, 9), (3, 4)))
+    assert verified == decode_work(TINY, [9, 4], q=3)
 
 
 def test_an_idle_rank_runs_one_placeholder_row():

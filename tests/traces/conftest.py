@@ -1,6 +1,5 @@
-"""Shared by the trace tests: the folder of public traces, and a small sound run by hand."""
+"""Shared by the trace tests: small files, and a small sound run by hand."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,14 +10,6 @@ from mdi_shared.errors import MiniDeepInferError
 from mdi_traces.requests import RequestTrace, build_requests
 from mdi_traces.run import Run
 from mdi_traces.schema import ITEM_SCHEMA, REQUEST_SCHEMA, STEP_SCHEMA, Metadata
-
-
-@pytest.fixture
-def public_traces() -> Path:
-    folder = os.environ.get("MDI_PUBLIC_TRACES")
-    if not folder:
-        pytest.skip("set MDI_PUBLIC_TRACES to the folder of public traces")
-    return Path(folder)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from mdi_analysis import summarize
 from mdi_shared.cost.shape import TINY
 from mdi_shared.errors import TraceError
 from mdi_sim.simulate import simulate
-from mdi_traces import generate_workload
+from mdi_traces import generate_workload, io, spread, tables
 from mdi_traces import run as run_module
 from mdi_traces.requests import RequestTrace, put_column
 from mdi_traces.run import Run, load_run
@@ -61,14 +61,36 @@ def test_without_items_an_older_items_file_goes_away(tmp_path):
 def test_items_are_made_once_and_only_when_asked_for():
     base, calls = make_run(), []
 
-    def items() -> pa.Table:
+    def items() -> list[pa.Table]:
         calls.append(1)
-        return base.items_table
+        return [base.items_table.slice(0, 2), base.items_table.slice(2)]
 
     run = Run(base.steps_table, base.requests_table, base.metadata, items)
     assert not calls
     assert len(run.items) == len(run.items_table) == 6
     assert calls == [1]
+
+
+def test_a_run_is_saved_in_pieces_as_it_is_as_a_whole(tmp_path, monkeypatch):
+    """Nothing is held as a whole, and neither the tables nor the files show how they were cut."""
+    monkeypatch.setattr(io, "_GROUP_ROWS", 300)
+    work = generate_workload("azure-conv", num_requests=8, seed=1)
+    whole = simulate(work, shape=TINY, ranks=2, scheduler={"prefill_attempt_interval": 1})
+    assert len(list(whole.step_pieces())) == 2
+    assert whole.steps_table["step"].num_chunks == 1
+    whole.save(tmp_path / "whole")
+    monkeypatch.setattr(tables, "_PIECE_STEPS", 100)
+    monkeypatch.setattr(spread, "PORTION", 100)
+    cut = simulate(work, shape=TINY, ranks=2, scheduler={"prefill_attempt_interval": 1})
+    cut.save(tmp_path / "cut")
+    assert not {"steps_table", "items_table"} & set(cut.__dict__)
+    assert len(list(cut.step_pieces())) > 20
+    for kind in ("steps", "items", "requests"):
+        one, other = (tmp_path / f"{name}.{kind}.parquet" for name in ("whole", "cut"))
+        assert one.read_bytes() == other.read_bytes()
+    again = load_run(tmp_path / "cut")
+    assert again.steps.equals(whole.steps)
+    assert again.content == cut.content_hash() == whole.content_hash()
 
 
 def test_frames_keep_integers_exact():

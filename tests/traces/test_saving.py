@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mdi_shared.errors import SaveError
-from mdi_traces.run import load_run
+from mdi_traces.run import Run, load_run
 from mdi_traces.saving import atomic_file, run_files
 from tests.fuzz.crash_points import FULL, KILLED, disk
 
@@ -89,6 +89,20 @@ def test_every_crash_point_of_one_file(tmp_path, as_if_dead, how):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_a_run_interrupted_while_its_pieces_are_made_leaves_the_old_one(tmp_path, error):
+    def steps():
+        yield NEW.steps_table
+        raise error
+
+    OLD.save(tmp_path / "r")
+    half = Run(steps, NEW.requests_table, NEW.metadata, NEW.items_table)
+    with pytest.raises((KeyboardInterrupt, SaveError)):
+        half.save(tmp_path / "r")
+    assert state(tmp_path / "r") == state_of(OLD)
+    assert sorted(path.name for path in tmp_path.iterdir()) == NAMES
+
+
 def test_the_items_of_a_loaded_run_are_not_those_of_the_next(tmp_path):
     OLD.save(tmp_path / "r")
     loaded, kept = load_run(tmp_path / "r"), load_run(tmp_path / "r")
@@ -156,7 +170,7 @@ def test_a_disk_that_is_really_full(tmp_path):
     OLD.save(tmp_path / "r")
     code = (
         "import resource, sys\n"
-        "from mdi_traces.run import load_run\n"
+        "from mdi_traces.run import Run, load_run\n"
         "run = load_run(sys.argv[1])\n"
         "run.items_table\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"

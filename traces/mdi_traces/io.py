@@ -14,9 +14,10 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -34,24 +35,64 @@ from mdi_traces.schema import (
     type_name,
 )
 
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+_GROUP_ROWS = 1 << 17  # of a Parquet row group, so much is held in memory when writing
+_BUFFER = 1 << 20  # bytes written at a time
 _SEAL = b"mdi-seal"  # then the SHA-256 of the file without these two
+_ENDING = 8  # bytes after a Parquet file's footer: its length, and a mark
 _FORMULA = re.compile(r"'*[=+\-@\t\r]")  # what a spreadsheet would run; an apostrophe stops it
 
 
 def write_parquet(
-    path: str | os.PathLike[str], table: pa.Table, metadata: Metadata, *, content: str | None = None
+    path: str | os.PathLike[str],
+    table: pa.Table | Iterable[pa.Table],
+    metadata: Metadata,
+    *,
+    content: Callable[[], str] | None = None,
 ) -> None:
     """Write a table of kind `metadata.table` with its metadata.
 
-    `content` names the run the table is a part of; see `read_content`. Raises `TraceError` when
-    the columns differ from the schema, `SaveError` when the file cannot be written.
+    A table may come in pieces, which are written as they come; the file does not depend on how it
+    was cut. `content`, asked after the last piece, names the run that the table is a part of; see
+    `read_content`. Raises `TraceError` when the columns differ from the schema, `SaveError` when
+    the file cannot be written.
     """
-    require_schema(table, metadata.table, str(path))
+    schema = SCHEMAS[metadata.table].with_metadata({METADATA_KEY: metadata.to_json().encode()})
+    pieces = [table] if isinstance(table, pa.Table) else table
     with atomic_file(path) as file:
-        whole = io.BytesIO()
-        pq.write_table(_with_metadata(table, metadata, content), whole, compression="zstd",
-                       write_page_checksum=True)  # fmt: skip
-        file.write(_sealed(whole.getvalue()))
+        hashed = _Hashed(file)
+        with (
+            pa.output_stream(hashed, buffer_size=_BUFFER) as out,
+            pq.ParquetWriter(out, schema, compression="zstd", write_page_checksum=True) as writer,
+        ):
+            for group in _row_groups(pieces, metadata.table, str(path)):
+                writer.write_table(group.select(schema.names).cast(schema))
+            if content is not None:
+                writer.add_key_value_metadata({CONTENT_KEY: content().encode()})
+        hashed.seal()
+
+
+def _row_groups(pieces: Iterable[pa.Table], kind: str, file: str) -> Iterator[pa.Table]:
+    """Yield tables of `_GROUP_ROWS` rows, but for the last one; at least one."""
+    waiting: list[pa.Table] = []
+    rows, is_first = 0, True
+    for piece in pieces:
+        require_schema(piece, kind, file)
+        while rows + len(piece) > _GROUP_ROWS:
+            taken = _GROUP_ROWS - rows
+            yield _joined([*waiting, piece.slice(0, taken)])
+            piece = piece.slice(taken)
+            waiting, rows, is_first = [], 0, False
+        waiting.append(piece)
+        rows += len(piece)
+    if rows or is_first:
+        yield _joined(waiting or [SCHEMAS[kind].empty_table()])
+
+
+def _joined(pieces: list[pa.Table]) -> pa.Table:
+    return pieces[0] if len(pieces) == 1 else pa.concat_tables(pieces).combine_chunks()
 
 
 def write_jsonl(path: str | os.PathLike[str], table: pa.Table, metadata: Metadata) -> None:
@@ -138,7 +179,7 @@ def read_content(path: str | os.PathLike[str]) -> str | None:
     """
     require_file(path)
     try:
-        content = (pq.read_schema(path).metadata or {}).get(CONTENT_KEY)
+        content = (pq.read_metadata(path).metadata or {}).get(CONTENT_KEY)
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, error) from error
     return None if content is None else content.decode(errors="replace")
@@ -160,14 +201,36 @@ def parse_parquet(file: str, raw: bytes) -> pa.Table:
     return table
 
 
-def _sealed(raw: bytes) -> bytes:
-    """Return a Parquet file with a digest of all its bytes in front of its footer.
+class _Hashed(io.RawIOBase):
+    """Hands bytes on to a file and takes their digest, which then goes into it."""
 
-    Readers look for what the footer names and pass over the rest. Page checksums do not cover the
-    footer, where names, types and metadata are.
-    """
-    at = _footer_at(raw)
-    return b"".join([raw[:at], _SEAL, hashlib.sha256(raw).digest(), raw[at:]])
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def write(self, data: "ReadableBuffer") -> int:
+        self._digest.update(data)
+        return self._file.write(data)
+
+    def seal(self) -> None:
+        """Put a digest of all bytes of a Parquet file in front of its footer.
+
+        Readers look for what the footer names and pass over the rest. Page checksums do not cover
+        the footer, where names, types and metadata are.
+        """
+        file = self._file
+        file.seek(-_ENDING, os.SEEK_END)
+        file.seek(-_ENDING - int.from_bytes(file.read(4), "little"), os.SEEK_END)
+        at = file.tell()
+        footer = file.read()
+        file.seek(at)
+        file.write(_SEAL + self._digest.digest() + footer)
 
 
 def _require_seal(file: str, raw: bytes) -> None:
@@ -183,7 +246,7 @@ def _require_seal(file: str, raw: bytes) -> None:
 
 def _footer_at(raw: bytes) -> int:
     """Return where the footer begins: its length stands before the last four bytes."""
-    return len(raw) - 8 - int.from_bytes(raw[-8:-4], "little")
+    return len(raw) - _ENDING - int.from_bytes(raw[-_ENDING:-4], "little")
 
 
 def require_unique(names: Sequence[str], file: str) -> None:
@@ -225,11 +288,3 @@ def require_schema(table: pa.Table, kind: str, file: str) -> None:
         if not field.nullable and column.null_count:
             row = next(i for i, value in enumerate(column) if not value.is_valid)
             raise TraceError(file, "null is not allowed", row=row + 1, column=field.name)
-
-
-def _with_metadata(table: pa.Table, metadata: Metadata, content: str | None) -> pa.Table:
-    document = {METADATA_KEY: metadata.to_json().encode()}
-    if content is not None:
-        document[CONTENT_KEY] = content.encode()
-    schema = SCHEMAS[metadata.table].with_metadata(document)
-    return table.select(schema.names).cast(schema)

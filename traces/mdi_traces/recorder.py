@@ -1,39 +1,69 @@
 """Collects what one rank does into flat integer arrays; `tables.py` turns them into Parquet tables.
 
 Both drivers use it, so a simulated and a real run leave the same columns. Recording must cost
-little next to a step: no object is kept per step, only integers in arrays. A run of repeated
-decode steps is stored once, with a count, and spread out when the tables are made.
+little next to a step: no object is kept per step, only integers in arrays. Equal decode steps in a
+row, a stretch, are one entry with what they share, and a sequence that runs is one entry from the
+step it joins to the step it has left; they are spread out when tables are asked for.
 """
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from mdi_shared.cost.work import StepWork
 from mdi_shared.loop import Report
-from mdi_shared.plan import STEP_KINDS, Advance, Ending, StepOutcome, StepPlan
+from mdi_shared.plan import STEP_KINDS, Advance, Ending, Member, StepOutcome, StepPlan
 from mdi_shared.vote import ALL, ANY, NONE
 
 VOTES = (NONE, ALL, ANY)
 NOT_YET = -1
+_KIND_CODES = {kind: code for code, kind in enumerate(STEP_KINDS)}
 
-# One group of integers per planned batch, per step, and so on; names in the order of storage.
-BATCH_FIELDS = (
-    "row", "kind", "step", "decode_step", "vote", "want", "n_items", "n_tokens_padded",
-    "n_chunked", "n_finished", "n_ignored", "n_preempted", "target_ns",
-)  # fmt: skip
-ITEM_FIELDS = ("seq_id", "q", "k")
-POOL_FIELDS = ("free_blocks", "free_slots")
-# What a step has of its own, by the array that holds it. No name stands in two of them.
-STEP_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "launches": ("t_sched", "t_planned", "t_launch", "wait_ns", "pred_ns"),
-    "works": StepWork._fields,
-    "devices": ("t_dev_start", "t_dev_end", "t_done", "process_ns"),
+
+class Launches(NamedTuple):
+    """When the first step of a stretch was launched, ns, and what the others' times follow from.
+
+    The loop looked for arrivals, a plan was made, the step was handed over; `wait_ns` of the time
+    between went into waiting for other ranks; `pred_ns` is the predicted device time, NOT_YET =
+    none. A later look comes when the oldest step in flight was processed (`has_oldest`: already in
+    the first turn), the plan `schedule_ns` after the ranks have met then, and the launch
+    `launch_ns` after it.
+    """
+
+    t_sched: int
+    t_planned: int
+    t_launch: int
+    wait_ns: int
+    pred_ns: int
+    schedule_ns: int = 0
+    launch_ns: int = 0
+    has_oldest: bool = True
+
+
+# Entries of several integers each, by the array that holds them; names in the order of storage.
+FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "stretches": (
+        "row", "kind", "step", "decode_step", "want", "n_items", "rows_each", "n_tokens_padded",
+        "n_chunked", "n_finished", "n_ignored", "n_preempted", "target_ns", "shift",
+        "free_blocks", "free_slots",
+        *Launches._fields, "n_wanting",
+    ),
+    "prompts": ("row", "seq_id", "q", "k"),
+    "works": ("row", *StepWork._fields),  # of steps that do not have one row per sequence
+    # A running sequence takes part in decode steps from `first` up to `stop`, counted from 0.
+    "stays": ("first", "stop", *Member._fields),
+    "pools": ("row", "free_blocks", "free_slots"),  # from this row of a stretch on
+    "queues": ("row", "n_waiting", "n_running"),  # likewise
+    "dropped": ("row", "seq_id"),
+    "accepted": ("row", "seq_id", "drafts"),
     "hosts": ("ingress_ns", "t_enqueued"),  # at launch; of a real run only
-    "outcomes": ("n_waiting", "n_running", "n_dropped", "n_accepted"),
-    "pools": POOL_FIELDS,
 })  # fmt: skip
+POOL_FIELDS = ("free_blocks", "free_slots")
+# What a step has of its own, an array each.
+LANDING_FIELDS = ("t_dev_start", "t_dev_end", "t_done", "process_ns")
+MEETING_FIELDS = ("met_ns", "pred_ns")  # of all but the first of a stretch; of groups only
 MEASURED_FIELDS = ("sample_ns", "graph_size", "moe_imbalance")  # by a real device
 REQUEST_FIELDS = (
     "rank", "t_first_sched", "t_first_token", "t_finish", "output_len",
@@ -61,85 +91,94 @@ class RankRecorder:
     """Records the steps and requests of one rank, in the order the driver meets them.
 
     Steps are launched and land in the same order. Calls: `submitted` per request, `launched` per
-    step (or `repeated` for each further step of the same batch), `landed` per step once its
-    results are processed, `reported` per report of the loop.
+    stretch, `landed` once results are processed, `reported` per report of the loop.
     """
 
     def __init__(self, rank: int, *, drafting: bool = False) -> None:
         self.rank = rank
         self.drafting = drafting  # decode steps may yield more than one token
         self.requests: list[RequestLog] = []  # by sequence id
-        self.batches = array("q")
-        self.items = array("q")
-        self.launches = array("q")
-        self.works = array("q")
-        self.devices = array("q")
-        self.hosts = array("q")  # empty in a simulated run
-        self.measured = array("d")  # likewise
-        self.outcomes = array("q")
-        self.pools = array("q")
-        self.dropped = array("q")  # pairs (row, item index)
-        self.accepted = array("q")  # triples (row, item index, accepted drafts)
+        self.num_launched = 0
+        self.num_processed = 0
         self.final_pool: tuple[int, int] | None = None
+        self.entries = {name: array("q") for name in FIELDS}
+        self.columns = {name: array("q") for name in (*LANDING_FIELDS, *MEETING_FIELDS)}
+        self._landing = [self.columns[name] for name in LANDING_FIELDS]
+        self.measured = array("d")  # by `MEASURED_FIELDS`; empty in a simulated run
+        self._num_decodes = 0
+        self._stay_of: dict[int, int] = {}  # where the entry of a running sequence begins
 
-    @property
-    def num_launched(self) -> int:
-        return len(self.launches) // len(STEP_FIELDS["launches"])
-
-    @property
-    def num_processed(self) -> int:
-        return len(self.outcomes) // len(STEP_FIELDS["outcomes"])
+    def arrays(self) -> "dict[str, array[int] | array[float]]":
+        """Everything recorded but the requests, by name; no name stands twice."""
+        return {**self.entries, **self.columns, "measured": self.measured}
 
     def submitted(self, row: int) -> int:
         """Note that trace row `row` goes to the scheduler; return its sequence id there."""
         self.requests.append(RequestLog(row, self.rank))
         return len(self.requests) - 1
 
-    def launched(self, plan: StepPlan, work: StepWork, times: tuple[int, ...]) -> None:
-        """Note a planned step. `times` are those of `launches`, see `STEP_FIELDS`."""
-        size = len(plan.seq_ids)
-        if plan.is_prefill:
-            self._note_prefill(plan, times[0])
+    def launched(
+        self, plan: StepPlan, work: StepWork | None, times: Launches, count: int = 1,
+        meetings: Sequence[Sequence[int]] = (),
+    ) -> None:  # fmt: skip
+        """Note a planned step and its repetitions, `count` steps in all.
+
+        `work` may be None for a step of one row per sequence. `meetings` are `MEETING_FIELDS`.
+        """
+        entries, row, size = self.entries, self.num_launched, len(plan.batch.members)
+        entries["stretches"].extend((
+            row, _KIND_CODES[plan.kind], plan.step, plan.decode_step, plan.want, size,
+            plan.rows_each, plan.num_batched_tokens, plan.is_partial, len(plan.finished),
+            len(plan.ignored), len(plan.preempted), plan.target_ns, plan.shift, plan.free_blocks,
+            plan.free_slots, *times, 0,
+        ))  # fmt: skip
+        self.num_launched += count
         for seq_id in plan.preempted:
             self.requests[seq_id].n_preempt += 1
-        self.batches.extend((
-            self.num_launched, STEP_KINDS.index(plan.kind), plan.step, plan.decode_step,
-            VOTES.index(plan.vote), plan.want, size, plan.num_batched_tokens, plan.is_partial,
-            len(plan.finished), len(plan.ignored), len(plan.preempted), plan.target_ns,
-        ))  # fmt: skip
-        for of_items in (plan.seq_ids, plan.qs, plan.ks):
-            self.items.extend(of_items)
-        self.pools.extend((plan.free_blocks, plan.free_slots))
-        self.repeated(work, times)
-
-    def repeated(self, work: StepWork, times: tuple[int, ...]) -> None:
-        """Note one more step of the newest batch, every context one token longer."""
-        self.works.extend(work)
-        self.launches.extend(times)
+        if plan.is_prefill:
+            self._note_prefill(plan, row, times.t_sched)
+        else:
+            if plan.joined or plan.left:
+                self._note_stays(plan)
+            self._num_decodes += count
+        if size and (plan.rows_each > 1 or plan.is_prefill):
+            assert work is not None, "these rows are counted when they are launched"
+            entries["works"].append(row)
+            entries["works"].extend(work)
+        for name, values in zip(MEETING_FIELDS, meetings, strict=False):
+            self.columns[name].extend(values)
 
     def hosted(self, ingress_ns: int, enqueued_ns: int) -> None:
         """Note a real launch: the newest arrival's wait (NOT_YET = none), and when it was done."""
-        self.hosts.extend((ingress_ns, enqueued_ns))
+        self.entries["hosts"].extend((ingress_ns, enqueued_ns))
 
     def measure(self, sample_ns: int, graph_size: int, moe_imbalance: float) -> None:
         """Note what a real device measured in the oldest step in flight; see `MEASURED_FIELDS`."""
         self.measured.extend((sample_ns, graph_size, moe_imbalance))
 
-    def landed(self, start_ns: int, end_ns: int, done_ns: int, process_ns: int) -> None:
-        """Note when the oldest step in flight ran and when its results were processed."""
-        self.devices.extend((start_ns, end_ns, done_ns, process_ns))
+    def landed(self, *times: Sequence[int]) -> None:
+        """Note when the oldest steps in flight ran and were processed; see `LANDING_FIELDS`."""
+        for column, values in zip(self._landing, times, strict=True):
+            column.extend(values)
 
-    def reported(self, report: Report, now_ns: int, due_waiting: list[int]) -> list[int]:
+    def landed_one(self, *times: int) -> None:
+        """Note it of the oldest step alone."""
+        for column, value in zip(self._landing, times, strict=True):
+            column.append(value)
+
+    def reported(
+        self, report: Report, now_ns: int, due: Sequence[tuple[int, int]] = ()
+    ) -> list[int]:
         """Book what the loop reports; return the trace rows of requests that ended.
 
-        `due_waiting` counts, per repeated step since the last poll, the arrivals that a loop
-        polling every step would have queued by then.
+        `due` counts arrivals that a loop polling every step would have queued by then: from which
+        of the steps processed since the last poll on, and how many.
         """
         if report.advance is not None:
-            self._note_advance(report.advance, due_waiting)
+            self._note_advance(report.advance, due)
         ended = report.ended
         if report.outcome is not None:
-            self._note_outcome(report.outcome, now_ns, due_waiting[-1] if due_waiting else 0)
+            self._note_outcome(report.outcome, now_ns, due[-1][1] if due else 0)
             ended += report.outcome.ended
         return [self._note_end(ending, now_ns) for ending in ended]
 
@@ -152,34 +191,49 @@ class RankRecorder:
             self.requests[seq_id].output_len = output_len
         self.final_pool = pool
 
-    def _note_advance(self, advance: Advance, due_waiting: list[int]) -> None:
-        self._note_dropped(advance.dropped)
-        for i, free in enumerate(advance.free_blocks):
-            waiting = advance.n_waiting + (due_waiting[i - 1] if i else 0)
-            dropped = 0 if i else len(advance.dropped)
-            self.outcomes.extend((waiting, advance.n_running, dropped, 0))
-            self.pools.extend((free, advance.free_slots))
+    def _note_stays(self, plan: StepPlan) -> None:
+        stays = self.entries["stays"]
+        for seq_id in plan.left:
+            stays[self._stay_of.pop(seq_id) + 1] = self._num_decodes
+        for member in plan.joined:
+            self._stay_of[member.seq_id] = len(stays)
+            stays.extend((self._num_decodes, NOT_YET, *member))
+
+    def _note_advance(self, advance: Advance, due: Sequence[tuple[int, int]]) -> None:
+        entries, row = self.entries, self.num_processed
+        for seq_id in advance.dropped:
+            entries["dropped"].extend((row, seq_id))
+        if advance.processed:
+            entries["queues"].extend((row, advance.n_waiting, advance.n_running))
+            self.num_processed += advance.processed
+        for index, count in due:
+            if index < advance.processed:
+                entries["queues"].extend(
+                    (row + index, advance.n_waiting + count, advance.n_running)
+                )
+        first = self.num_launched - advance.repetitions - 1
+        for step, free_blocks in advance.free_blocks:
+            entries["pools"].extend((first + step, free_blocks, advance.free_slots))
+        if advance.num_wanting:
+            entries["stretches"][-1] = advance.num_wanting
 
     def _note_outcome(self, outcome: StepOutcome, now_ns: int, due: int) -> None:
-        self._note_dropped(outcome.dropped)
-        accepted = 0
+        entries, row = self.entries, self.num_processed
+        for index in outcome.dropped:
+            entries["dropped"].extend((row, outcome.batch.members[index].seq_id))
         if outcome.is_prefill:
             self._note_first_tokens(outcome, now_ns)
         elif self.drafting:
-            for index, tokens in enumerate(outcome.tokens):
+            for seq_id, tokens in zip(outcome.seq_ids, outcome.tokens, strict=True):
                 if len(tokens) > 1:
-                    self.accepted.extend((self.num_processed, index, len(tokens) - 1))
-                    accepted += len(tokens) - 1
-        waiting, dropped = outcome.n_waiting + due, len(outcome.dropped)
-        self.outcomes.extend((waiting, outcome.n_running, dropped, accepted))
+                    entries["accepted"].extend((row, seq_id, len(tokens) - 1))
+        entries["queues"].extend((row, outcome.n_waiting + due, outcome.n_running))
+        self.num_processed += 1
 
-    def _note_dropped(self, indices: tuple[int, ...]) -> None:
-        for index in indices:
-            self.dropped.extend((self.num_processed, index))
-
-    def _note_prefill(self, plan: StepPlan, now_ns: int) -> None:
-        for seq_id, q in zip(plan.seq_ids, plan.qs, strict=True):
-            log = self.requests[seq_id]
+    def _note_prefill(self, plan: StepPlan, row: int, now_ns: int) -> None:
+        for member, (q, k, _) in zip(plan.batch.members, plan.prompts, strict=True):
+            self.entries["prompts"].extend((row, member.seq_id, q, k))
+            log = self.requests[member.seq_id]
             if log.t_first_sched == NOT_YET:
                 log.t_first_sched = now_ns
             log.n_chunks += 1

@@ -20,7 +20,8 @@ from mdi_shared.errors import TraceError
 from mdi_traces.columns import ints
 from mdi_traces.io import read_content, read_table, write_parquet
 from mdi_traces.saving import RUN_ENDINGS, replacing_run, run_files, run_prefix
-from mdi_traces.schema import ITEMS, REQUESTS, STEPS, Metadata
+from mdi_traces.schema import ITEMS, REQUESTS, SCHEMAS, STEPS, Metadata
+from mdi_traces.spans import TokenSpans, spans_of_items
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,39 +32,58 @@ _SAVED_MEANWHILE = 20  # times that a run may be saved anew while it is being re
 class Run:
     """Steps, step items and requests of one run, with the metadata they share.
 
-    `items` may be None (not recorded) or a function without arguments that makes the table when
-    it is first asked for. `content` is the `content_hash` that a run was saved with. `pieces`
-    makes the same rows as `items`, piece by piece and each time anew: what reads them once needs no
-    memory for all of them.
+    Steps and items are tables, or functions that make or read them piece by piece, each time anew:
+    what takes the pieces as they come needs no memory for all of them. `items` may be None (not
+    recorded). `content` is the `content_hash` that a run was saved with. `spans` makes what items
+    say of tokens without a row for each.
     """
 
     def __init__(
         self,
-        steps: pa.Table,
+        steps: pa.Table | Callable[[], Iterable[pa.Table]],
         requests: pa.Table,
         metadata: Metadata,
-        items: pa.Table | Callable[[], pa.Table] | None = None,
+        items: pa.Table | Callable[[], Iterable[pa.Table]] | None = None,
         content: str | None = None,
-        pieces: Callable[[], Iterable[pa.Table]] | None = None,
+        spans: Callable[[], Iterable[TokenSpans]] | None = None,
     ) -> None:
-        self.steps_table = steps
         self.requests_table = requests
         self.metadata = metadata
         self.content = content
+        self._steps = steps
         self._items = items
-        self._pieces = pieces
+        self._spans = spans
+
+    @cached_property
+    def steps_table(self) -> pa.Table:
+        """The step table, made now if it was not before."""
+        return _whole(self._steps(), STEPS) if callable(self._steps) else self._steps
 
     @cached_property
     def items_table(self) -> pa.Table | None:
         """The item table, made or read now if it was not before; None when not recorded."""
-        return self._items() if callable(self._items) else self._items
+        return _whole(self._items(), ITEMS) if callable(self._items) else self._items
+
+    def step_pieces(self) -> Iterator[pa.Table]:
+        """Yield the step table in pieces, in order of rank and step."""
+        if callable(self._steps) and "steps_table" not in self.__dict__:
+            yield from self._steps()
+        else:
+            yield self.steps_table
 
     def item_pieces(self) -> Iterator[pa.Table]:
         """Yield the item table in pieces, in order of rank and step; nothing when not recorded."""
-        if self._pieces is not None and "items_table" not in self.__dict__:
-            yield from self._pieces()
+        if callable(self._items) and "items_table" not in self.__dict__:
+            yield from self._items()
         elif self.items_table is not None:
             yield self.items_table
+
+    def token_spans(self) -> Iterator[TokenSpans]:
+        """Yield in which steps sequences gave tokens, in order of time on each rank.
+
+        Nothing when items were not recorded.
+        """
+        yield from spans_of_items(self.item_pieces()) if self._spans is None else self._spans()
 
     @property
     def has_items(self) -> bool:
@@ -90,31 +110,60 @@ class Run:
 
         Returns the paths written. `items=False`, or a run without items, leaves the first out
         (and removes one of an earlier run of this name). An earlier run is replaced as a whole or
-        stays. Raises `SaveError`.
+        stays. Pieces are written as they are made. Raises `SaveError`.
         """
-        tables = {ITEMS: self.items_table if items else None, STEPS: self.steps_table,
-                  REQUESTS: self.requests_table}  # fmt: skip
-        content = self.content_hash()
+        content = _Content(self.requests_table)
+        pieces = {STEPS: content.passing(self.step_pieces()), ITEMS: self.item_pieces(),
+                  REQUESTS: [self.requests_table]}  # fmt: skip
+        if not (items and self.has_items):
+            del pieces[ITEMS]
         with replacing_run(prefix) as place:
-            for kind, table in tables.items():
-                if table is not None:
-                    metadata = replace(self.metadata, table=kind)
-                    write_parquet(place(kind), table, metadata, content=content)
+            for kind, tables in pieces.items():
+                metadata = replace(self.metadata, table=kind)
+                write_parquet(place(kind), tables, metadata, content=content.hash)
         base = run_prefix(prefix)
-        return [Path(base + RUN_ENDINGS[kind]) for kind, t in tables.items() if t is not None]
+        return [Path(base + RUN_ENDINGS[kind]) for kind in RUN_ENDINGS if kind in pieces]
 
     def content_hash(self) -> str:
         """Return a hash by which the files of this run know each other; equal runs, equal hash.
 
         Runs of equal options have equal metadata: what happened when tells them apart.
         """
-        digest = hashlib.sha256()
-        for name in ("t_done", "n_tokens"):
-            digest.update(ints(self.steps_table[name]).tobytes())
+        content = _Content(self.requests_table)
+        for _ in content.passing(self.step_pieces()):
+            pass
+        return content.hash()
+
+
+class _Content:
+    """Takes the hash of a run while its step table passes by."""
+
+    def __init__(self, requests: pa.Table) -> None:
+        self._requests = requests
+        self._digest = hashlib.sha256()
+        self._tokens: list[bytes] = []  # hashed behind all times, as files of any age have it
+
+    def passing(self, pieces: Iterable[pa.Table]) -> Iterator[pa.Table]:
+        for piece in pieces:
+            self._digest.update(ints(piece["t_done"]).tobytes())
+            self._tokens.append(ints(piece["n_tokens"]).tobytes())
+            yield piece
+
+    def hash(self) -> str:
+        """Return the hash; all steps have passed."""
+        digest = self._digest.copy()
+        for tokens in self._tokens:
+            digest.update(tokens)
         for name in ("arrival_ns", "prompt_len", "t_first_token", "t_finish"):
-            digest.update(ints(self.requests_table[name], null=-1).tobytes())
-        digest.update("\n".join(self.requests_table["req_id"].to_pylist()).encode())
+            digest.update(ints(self._requests[name], null=-1).tobytes())
+        digest.update("\n".join(self._requests["req_id"].to_pylist()).encode())
         return digest.hexdigest()
+
+
+def _whole(pieces: Iterable[pa.Table], kind: str) -> pa.Table:
+    """Return one table of one chunk per column, which is read faster than several."""
+    tables = list(pieces) or [SCHEMAS[kind].empty_table()]
+    return tables[0] if len(tables) == 1 else pa.concat_tables(tables).combine_chunks()
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:
@@ -154,7 +203,9 @@ def _load(base: str, files: Mapping[str, tuple[Path, int]] | None) -> Run:
     steps = _read_part(files[STEPS][0], STEPS, metadata, content)
     if ITEMS in files:
         _require_same(files[ITEMS][0], content)
-        return Run(steps, requests, metadata, lambda: _read_items(base, metadata, content), content)
+        return Run(
+            steps, requests, metadata, lambda: [_read_items(base, metadata, content)], content
+        )
     return Run(steps, requests, metadata, None, content)
 
 
@@ -178,7 +229,7 @@ def to_frame(table: pa.Table) -> "pd.DataFrame":
         )
         for field in table.schema
     }
-    return pd.DataFrame(columns)
+    return pd.DataFrame(columns, copy=False)  # most columns are the table's own memory
 
 
 def _read_part(path: Path, kind: str, expected: Metadata, content: str | None) -> pa.Table:

@@ -41,7 +41,7 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """
     target = Path(path)
     with _saving(target), _beside(target) as temp:
-        with temp.open("wb") as file:
+        with temp.open("w+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -5,7 +5,6 @@ written then, atomically. Read next: `mdi_traces/recorder.py`, docs/trace-format
 """
 
 import base64
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from mdi_shared.loop import Report
 from mdi_shared.plan import StepPlan
 from mdi_shared.scheduler import Scheduler
 from mdi_traces.columns import numbers, texts
-from mdi_traces.recorder import REQUEST_FIELDS, RankRecorder, RequestLog
+from mdi_traces.recorder import REQUEST_FIELDS, Launches, RankRecorder, RequestLog
 from mdi_traces.requests import build_requests
 from mdi_traces.run import Run
 from mdi_traces.schema import Metadata
@@ -78,9 +77,11 @@ class Recording:
     def catch_up(self) -> None:
         """Book what was launched: count its work. For when the engine has nothing else to do."""
         for plan, times in self._launched:
-            own = (times.poll_ns, times.planned_ns, times.launched_ns, times.wait_ns,
-                   NO_PREDICTION)  # fmt: skip
-            self._recorder.launched(plan, step_work(self.shape, plan), own)
+            own = Launches(times.poll_ns, times.planned_ns, times.launched_ns, times.wait_ns,
+                           NO_PREDICTION)  # fmt: skip
+            has_work = plan.is_prefill or plan.rows_each > 1
+            work = step_work(self.shape, plan) if has_work else None
+            self._recorder.launched(plan, work, own)
             self._recorder.hosted(times.ingress_ns, times.enqueued_ns)
         self._launched.clear()
 
@@ -91,12 +92,12 @@ class Recording:
         """
         self.catch_up()
         start_ns, end_ns = tokens.start_ns - run_start_ns, tokens.end_ns - run_start_ns
-        self._recorder.landed(start_ns, end_ns, done_ns, done_ns - awaited_ns)
+        self._recorder.landed_one(start_ns, end_ns, done_ns, done_ns - awaited_ns)
         self._recorder.measure(tokens.sample_ns, tokens.graph_size, tokens.moe_imbalance)
 
     def reported(self, report: Report, now_ns: int) -> None:
         """Note what the loop reports."""
-        self._recorder.reported(report, now_ns, [])
+        self._recorder.reported(report, now_ns)
 
     def part(self, scheduler: Scheduler) -> "RankPart":
         """Return this rank's part of the run so far, to be made into tables here or elsewhere."""
@@ -128,7 +129,7 @@ class Recording:
             },
             seed=self.seed,
         )
-        return RunHeader(metadata, scheduler.config)
+        return RunHeader(metadata, scheduler.config, self.shape)
 
 
 class _Row(NamedTuple):
@@ -163,16 +164,17 @@ class RankPart:
 
     def to_plain(self) -> dict[str, Any]:
         """Return it as plain data, for ranks that are no children of one process."""
-        held = vars(self.recorder)
         return {
             "rank": self.recorder.rank,
+            "num_processed": self.recorder.num_processed,
             "final_pool": self.recorder.final_pool,
             "arrays": {
                 name: base64.b64encode(values.tobytes()).decode()
-                for name, values in held.items()
-                if isinstance(values, array)
+                for name, values in self.recorder.arrays().items()
             },
-            "logs": [[getattr(log, name) for name in _LOG_FIELDS] for log in held["requests"]],
+            "logs": [
+                [getattr(log, name) for name in _LOG_FIELDS] for log in self.recorder.requests
+            ],
             "requests": self.requests,
         }
 
@@ -181,10 +183,9 @@ class RankPart:
         """Return the part that `to_plain` took apart."""
         recorder = RankRecorder(plain["rank"])
         recorder.final_pool = tuple(plain["final_pool"])
-        for name, text in plain["arrays"].items():
-            values = getattr(recorder, name)
-            assert isinstance(values, array), f"{name} is no column of a recording"
-            values.frombytes(base64.b64decode(text))
+        recorder.num_processed = plain["num_processed"]
+        for name, values in recorder.arrays().items():
+            values.frombytes(base64.b64decode(plain["arrays"][name]))
         for row, *values in plain["logs"]:
             log = RequestLog(row, recorder.rank)
             for name, value in zip(_LOG_FIELDS[1:], values, strict=True):
@@ -199,6 +200,7 @@ class RunHeader:
 
     metadata: Metadata
     config: SchedulerConfig
+    shape: ModelShape
 
     def build(self, parts: Sequence[RankPart]) -> Run:
         """Make one run of its ranks' parts, requests in order of arrival; renumbers the parts'."""
@@ -212,6 +214,7 @@ class RunHeader:
             trace,
             self.metadata,
             self.config,
+            self.shape,
             run_id="recorded",
             arrived_ns={},
             unfinished_reason="the engine was closed",

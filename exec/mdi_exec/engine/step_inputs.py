@@ -126,14 +126,14 @@ def gather_inputs(
     num_sampled = len(requests) - plan.is_partial
     sampled = list(requests[:num_sampled])
     # k is also the index of the token being generated (docs/rules.md, R29).
+    qs, ks = plan.qs, plan.ks
     draws = [Draw(request.params, k, k - request.prompt_len)
-             for request, k in zip(sampled, plan.ks, strict=False)]  # fmt: skip
-    token_ids, sources = _tokens(plan, requests, sample_of)
+             for request, k in zip(sampled, ks, strict=False)]  # fmt: skip
+    token_ids, sources = _tokens(plan, requests, (qs, ks), sample_of)
     seqs = BatchColumns(
-        plan.qs, plan.ks, plan.slots,
-        list(map(_updated_table, requests, plan.num_blocks, plan.new_blocks)),
+        qs, ks, plan.slots, _updated_tables(plan, requests),
         [1] * num_sampled + [0 if shape is None else 1] * plan.is_partial,
-        plan.full_lens if plan.is_prefill else plan.ks,
+        plan.full_lens if plan.is_prefill else ks,
         [request.prompt_len for request in requests],
     )  # fmt: skip
     if shape is not None:
@@ -154,11 +154,12 @@ def gather_inputs(
 
 
 def _tokens(
-    plan: StepPlan, requests: Sequence[RequestState], sample_of: Mapping[int, int]
-) -> "tuple[array[int], array[int]]":
+    plan: StepPlan, requests: Sequence[RequestState],
+    lengths: tuple[tuple[int, ...], tuple[int, ...]], sample_of: Mapping[int, int],
+) -> "tuple[array[int], array[int]]":  # fmt: skip
     """Return each row's token, and which of the last step's samples it is (GIVEN: none)."""
     token_ids, sources = ints32(), array("q")
-    for seq_id, q, k, request in zip(plan.seq_ids, plan.qs, plan.ks, requests, strict=True):
+    for seq_id, q, k, request in zip(plan.seq_ids, *lengths, requests, strict=True):
         if k <= len(request.tokens):
             token_ids += request.tokens[k - q : k]
             sources += _ALL_GIVEN * q
@@ -169,15 +170,15 @@ def _tokens(
     return token_ids, sources
 
 
-def _updated_table(
-    request: RequestState, num_blocks: int, new_blocks: Sequence[int]
-) -> "array[int]":
-    """Bring a request's block table up to a plan and return it (see `StepPlan`)."""
-    table = request.block_table
-    if new_blocks or len(table) != num_blocks:
-        del table[num_blocks - len(new_blocks) :]
-        table.extend(new_blocks)
-    return table
+def _updated_tables(plan: StepPlan, requests: Sequence[RequestState]) -> "list[array[int]]":
+    """Bring the requests' block tables up to a plan and return them (see `StepPlan`)."""
+    if plan.taken or plan.rows_each > 1:  # without drafts nobody gives a block back
+        columns = zip(requests, plan.num_blocks, plan.new_blocks, strict=True)
+        for request, num_blocks, new_blocks in columns:
+            if new_blocks or len(request.block_table) != num_blocks:
+                del request.block_table[num_blocks - len(new_blocks) :]
+                request.block_table.extend(new_blocks)
+    return [request.block_table for request in requests]
 
 
 def _inputs(

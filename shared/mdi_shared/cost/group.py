@@ -7,7 +7,7 @@ slowest rank's own part, and the exchange, which grows with the rows of all rank
 Read next: `linear.py` (a rank's own time), `mdi_sim/group.py` (who asks).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -45,8 +45,12 @@ class GroupTerms:
 
     def device_ns(self, own_ns: Sequence[int], rows: Sequence[int]) -> int:
         """Return the time of a step from its ranks' own times, ns, and rows; at least 1."""
-        mean_rows = sum(rows) / len(rows)
-        return max(int(self.const + self.own * max(own_ns) + self.rows * mean_rows + 0.5), 1)
+        return next(self.times(iter((max(own_ns),)), rows))
+
+    def times(self, slowest_ns: Iterator[int], rows: Sequence[int]) -> Iterator[int]:
+        """Yield the times of steps of so many rows from the longest of their ranks' own times."""
+        const, own, mean_rows = self.const, self.own, sum(rows) / len(rows)
+        return (max(int(const + own * ns + self.rows * mean_rows + 0.5), 1) for ns in slowest_ns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

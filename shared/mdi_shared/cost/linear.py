@@ -7,15 +7,16 @@ Read next: `work.py` (the features), `step_cost.py` (the protocol), `chunking.py
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from mdi_shared.cost.group import GroupCost
 from mdi_shared.cost.stated import require_fit
 from mdi_shared.cost.step_cost import MOST_NS, HostCost
-from mdi_shared.cost.work import StepWork
+from mdi_shared.cost.work import DecodeWork, StepWork
 from mdi_shared.errors import ConfigError, require_number
 from mdi_shared.json_input import (
     read_int_pair,
@@ -139,6 +140,12 @@ class LinearCost:
             d = self.decode
             ns = self._forward_ns(work.rows) + d.sum_k * work.sum_k + d.n_seqs * work.n_seqs
         return max(int(ns + 0.5), 1)
+
+    def decode_times(self, work: DecodeWork) -> Iterator[int]:
+        """Yield `device_ns` of a decode batch's steps, without counting their pairs."""
+        d, n = self.decode, work.num_seqs
+        forward, slope, seqs = self._forward_ns(n), d.sum_k, d.n_seqs * n
+        return (int(forward + slope * k + seqs + 0.5) or 1 for k in count(work.sum_k, n))
 
     def _base_ns(self, rows: int) -> float:
         p = self.prefill

@@ -6,11 +6,12 @@ Read next: `roofline.py` (from peak rates), `linear.py` (from measured steps), `
 (a user).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count, repeat
 from typing import Any, Protocol
 
-from mdi_shared.cost.work import StepWork
+from mdi_shared.cost.work import DecodeWork, StepWork
 from mdi_shared.errors import require_int
 
 MOST_NS = 10**12  # a step, or a part of one per row, token, pair; a quarter of an hour
@@ -125,8 +126,20 @@ class ConstantCost:
     def device_ns(self, work: StepWork) -> int:
         return self.prefill_ns if work.is_prefill else self.decode_ns
 
+    def decode_times(self, work: DecodeWork) -> Iterator[int]:
+        return repeat(self.decode_ns)
+
     def describe(self) -> dict[str, Any]:
         return {"kind": "constant", **asdict(self)}
+
+
+def decode_times(cost: StepCost, work: DecodeWork) -> Iterator[int]:
+    """Yield `cost.device_ns` of a decode batch's steps, one after another, as they are asked for.
+
+    A model that knows a shorter way has a method `decode_times(work)`, with equal times.
+    """
+    own = getattr(cost, "decode_times", None)
+    return own(work) if own is not None else (cost.device_ns(work.at(j)) for j in count())
 
 
 def group_device_ns(costs: Sequence[int]) -> int:

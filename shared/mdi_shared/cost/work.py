@@ -8,7 +8,7 @@ Read next: `pairs.py` and `flops.py` (the formulas), `traffic.py` (bytes), `step
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -16,10 +16,7 @@ from typing import NamedTuple
 from mdi_shared.cost.flops import coefficients
 from mdi_shared.cost.pairs import candidate_pairs, consumer_start, pairs, window_pairs
 from mdi_shared.cost.shape import ModelShape
-from mdi_shared.errors import ConfigError
-from mdi_shared.plan import StepPlan
-
-PromptRow = tuple[int, int, int]  # q, k, full prompt length
+from mdi_shared.plan import Batch, PromptRow, StepPlan
 
 
 class StepWork(NamedTuple):
@@ -69,13 +66,13 @@ def decode_work(shape: ModelShape, contexts: Iterable[int], q: int = 1) -> StepW
 
 def step_work(shape: ModelShape, plan: StepPlan) -> StepWork:
     """Return the work of a plan; an idle rank runs the placeholder row q = k = 1 (R27)."""
-    if not plan.seq_ids:
+    if not len(plan.batch):
         return prefill_work(shape, [(1, 1, 1)]) if plan.is_prefill else decode_work(shape, [1])
     if plan.is_prefill:
-        return prefill_work(shape, zip(plan.qs, plan.ks, plan.full_lens, strict=True))
-    if max(plan.qs) == 1:
-        return DecodeWork(shape, plan.ks).at(0)
-    return _sum_work(shape, zip(plan.qs, plan.ks, plan.ks, strict=True), is_prefill=False)
+        return prefill_work(shape, plan.prompts)
+    if plan.rows_each == 1:
+        return DecodeWork(shape, plan.batch, plan.shift).at(0)
+    return decode_work(shape, plan.ks, plan.rows_each)
 
 
 def add_work(a: StepWork, b: StepWork) -> StepWork:
@@ -130,31 +127,42 @@ def _sum_work(shape: ModelShape, rows: Iterable[PromptRow], *, is_prefill: bool)
 class DecodeWork:
     """A decode batch, one row per sequence, whose contexts all grow by one per step.
 
-    `at(j)` equals `decode_work(shape, [k + j for k in contexts])` and takes a time that does not
-    depend on the batch, except that a sum is recounted when a context has reached its cap.
-    Raises `ConfigError` when `contexts` is empty.
+    Contexts are the bases of `batch`, whose members stand by falling length, and `shift`; there is
+    at least one. `at(j)` equals `decode_work(shape, [k + j for k in contexts])` and takes a time
+    that does not depend on the batch, except that a sum is recounted when a context has reached
+    its cap. Members are only looked at when it is called.
     """
 
-    __slots__ = ("_blocks", "_coefficients", "_contexts", "_groups", "_odd", "_shape", "_sums")
+    __slots__ = ("_batch", "_blocks", "_contexts", "_groups", "_odd", "_shift", "_sums",
+                 "num_seqs", "shape", "sum_k")  # fmt: skip
 
-    def __init__(self, shape: ModelShape, contexts: Sequence[int]) -> None:
-        if not contexts:
-            raise ConfigError("contexts", contexts, "a decode step has at least one sequence")
-        self._shape = shape
-        self._coefficients = coefficients(shape)
-        self._contexts = sorted(contexts)
-        assert self._contexts[0] >= 1, f"context length {self._contexts[0]} holds no query row"
-        self._sums = [0, *accumulate(self._contexts)]
+    def __init__(self, shape: ModelShape, batch: Batch, shift: int) -> None:
+        assert batch.members, "a decode step has at least one sequence"
+        self.shape = shape
+        self._batch = batch
+        self._shift = shift
+        self.num_seqs = len(batch.members)
+        self.sum_k = batch.base_sum + shift * self.num_seqs  # of the first step
+        self._contexts: list[int] = []  # until they are looked at
+
+    def _look(self) -> None:
+        """Count what sums over sequences take from their contexts, once."""
+        shift, shape = self._shift, self.shape
+        contexts = [shift - member[0] for member in reversed(self._batch.members)]
+        assert contexts[0] >= 1, f"context length {contexts[0]} holds no query row"
+        self._contexts = contexts
+        self._sums = [0, *accumulate(contexts)]
         self._odd = sum([k & 1 for k in contexts])
-        self._groups = _CappedGroups(self._contexts, 0, 2, shape.index_topk)
+        self._groups = _CappedGroups(contexts, 0, 2, shape.index_topk)
         block = shape.candidate_block_size
-        self._blocks = _CappedGroups(self._contexts, block - 1, block, shape.candidate_topk_blocks)
+        self._blocks = _CappedGroups(contexts, block - 1, block, shape.candidate_topk_blocks)
 
     def at(self, j: int) -> StepWork:
         """Return the work of the step `j` >= 0 steps from now."""
-        c, shape, contexts = self._coefficients, self._shape, self._contexts
-        n = len(contexts)
-        sum_k = self._sums[n] + n * j
+        if not self._contexts:
+            self._look()
+        c, shape, contexts, n = coefficients(self.shape), self.shape, self._contexts, self.num_seqs
+        sum_k = self.sum_k + n * j
         odd = n - self._odd if j & 1 else self._odd
         keys = (shape.num_kv_source_r2_layers + shape.num_kv_source_r1_layers) * n
         idx_r2 = shape.num_index_r2_layers * ((sum_k - odd) // 2)

@@ -15,8 +15,9 @@ from typing import Unpack
 
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.describe_run import RunOptions, describe_run
-from mdi_shared.errors import ConfigError, DeadlockError, MiniDeepInferError
+from mdi_shared.errors import ConfigError, DeadlockError, MiniDeepInferError, require_int
 from mdi_shared.run_description import RunDescription
+from mdi_sim.many import run_many
 from mdi_sim.search.model_error import held_out_error, unfit_kinds
 from mdi_sim.search.settings import DEFAULT_TRIALS, changes_of, coarse_grid, mean_of, neighbours
 from mdi_sim.search.tuning import OBJECTIVES, THROUGHPUT, Measured, Range, Trial, Tuning, merit
@@ -27,6 +28,8 @@ from mdi_traces.run import Run
 
 NEGLIGIBLE = 0.001  # a relative difference this small is none
 STEP_FACTORS = (2.0, 2.0**0.5)
+# A setting, and whether all steps take longer or shorter by the model's error; None: as it says.
+_Task = tuple[SchedulerConfig, bool | None]
 
 
 def tune(
@@ -54,8 +57,7 @@ def tune(
     if objective not in OBJECTIVES:
         raise ConfigError("objective", objective, f"must be one of {', '.join(OBJECTIVES)}")
     for name, value in (("jobs", jobs), ("trials", trials)):
-        if value < 1:
-            raise ConfigError(name, value, "must be at least 1")
+        require_int(name, value, 1)
     run = describe_run(description, **options)
     run.scheduler.require_pool_fits()
     return _Search(_Job(trace, run, measure), objective, jobs, trials, on_trial).run()
@@ -69,8 +71,9 @@ class _Job:
     description: RunDescription
     measure: Callable[[Run], Measured]
 
-    def __call__(self, config: SchedulerConfig, slower: bool | None = None) -> Trial:
+    def __call__(self, task: _Task) -> Trial:
         """Simulate one setting, on request with the model's error added or taken off."""
+        config, slower = task
         known = cost = self.description.step_cost
         error = held_out_error(cost)
         if slower is not None:
@@ -165,20 +168,15 @@ class _Search:
         if held_out_error(self.job.description.step_cost) is None:
             return [None, None]
         configs = [self.base, self.best.config]
-        tasks = [(config, slower) for config in configs for slower in (True, False)]
+        tasks: list[_Task] = [(config, slower) for config in configs for slower in (True, False)]
         found = [trial.measured for trial in self._simulate(tasks)]
         pairs = (found[:2], found[2:])
         return [Range(a, b) if a is not None and b is not None else None for a, b in pairs]
 
-    def _simulate(self, tasks: Sequence[tuple[SchedulerConfig, bool | None]]) -> Iterator[Trial]:
+    def _simulate(self, tasks: Sequence[_Task]) -> Iterator[Trial]:
         """Yield the trials of `tasks`, in their order."""
-        if self.jobs == 1 or len(tasks) < 2:
-            yield from (self.job(*task) for task in tasks)
-            return
-        from joblib import Parallel, delayed
-
-        pool = Parallel(n_jobs=self.jobs, return_as="generator")
-        yield from pool(delayed(self.job)(*task) for task in tasks)
+        named = [(f"setting {number}", task) for number, task in enumerate(tasks, 1)]
+        return run_many(self.job, named, jobs=self.jobs)
 
     def _notes(self) -> tuple[str, ...]:
         notes = [
