@@ -30,13 +30,14 @@ from mdi_exec.engine.device_timing import Ceilings, median_ms
 from mdi_exec.engine.made_up_steps import filled_cache, random_batch
 from mdi_exec.model.floors import StepShape, Work
 from mdi_exec.model.transformer import Transformer
+from mdi_exec.ops.gemm import Partial
 from mdi_exec.ops.row_pool import RowPool
 
 COLUMNS = {
     "op": -22, "shapes": -44, "calls": 5, "kernel": 6, "ms": 9, "floor ms": 9, "of floor": 8,
     "TFLOP/s": 8, "GB/s": 8, "error": 9,
 }  # fmt: skip
-PRODUCTS = ("matmul", "quantised_gemm", "expert_gemm", "hc_mixes")
+PRODUCTS = ("matmul", "partial_matmul", "partial_gemm", "quantised_gemm", "expert_gemm", "hc_mixes")
 
 
 def catch(model: Transformer, step: StepShape) -> list[OpCall]:
@@ -90,6 +91,8 @@ def _product_work(given: dict[str, Any], out: object) -> Work:
     """A product's operations; of stacked weights only as many experts as rows can ask for."""
     x = next(iter(given.values()))
     values = getattr(x, "codes", x)
+    if isinstance(out, Partial):
+        out = out.parts[0]
     results = out if isinstance(out, tuple) else (out,)
     rows, width = values.shape[0], values[0].numel()
     out_width = results[0][0].numel() if rows else 0
@@ -106,7 +109,7 @@ def _product_work(given: dict[str, Any], out: object) -> Work:
 
 
 # Two results, of which the rounded one has another form in a reference than in a kernel.
-NORM_AND_ROUNDED = ("rms_norm_round", "hc_read_norm")
+NORM_AND_ROUNDED = ("rms_norm_round", "hc_read_norm", "hc_write_read")
 
 
 def error_of(call: OpCall) -> float | None:
@@ -131,11 +134,13 @@ def _result(call: OpCall) -> Tensor | None:
     out, given = call(), call.arguments
     if call.name in NORM_AND_ROUNDED:
         out = out[0]
+    if isinstance(out, Partial):
+        out = out.total()  # a reference has one part
     if call.name == "store_rows":
         return given["pool"].gather(given["index"]).to(torch.float32)
     if call.name == "score_entries":
         visible, listed = given["pages"].visible, given.get("listed")
-        limit = visible if listed is None else listed.num_columns(visible)
+        limit = visible if listed is None else listed.limit
         columns = torch.arange(out.shape[1], device=out.device)
         return out.to(torch.float32).masked_fill(columns >= limit.unsqueeze(1), 0.0)
     return numbers_in(out)

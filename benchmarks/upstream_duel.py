@@ -209,7 +209,8 @@ def main() -> int:
     parser.add_argument("--build", type=Path, default=Path("runs/duel"), help="folder to build in")
     options = parser.parse_args()
     try:
-        module = build(fetch(options.build), options.build)
+        folder = options.build.resolve()  # pip runs inside it
+        module = build(fetch(folder), folder)
     except UpstreamMissingError as error:
         print(f"no duel: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""What every test shares: settings made before torch is imported, the folder of public traces.
+"""Settings every test shares, made before torch is imported, and the folder of public traces.
 
 No test depends on the machine: all pass with `OMP_NUM_THREADS=4`, with
 `ATEN_CPU_CAPABILITY=default`, beside other programs, and with other weights (`MDI_TEST_WEIGHTS`,

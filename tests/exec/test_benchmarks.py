@@ -144,6 +144,14 @@ def test_attention_alone_counts_staging():
         assert (row["all in ms"] > row["ms"]) == (row["attention"] == "staged")
 
 
+def test_index_ops_are_timed_for_a_prompt_and_for_sequences():
+    options = ("--device", "cpu", "--rows", 4, "--entries", 256, "--sequences", 2)
+    rows = json.loads(run("bench_index.py", *options).splitlines()[-1])["table"]
+    assert [row["rows"] for row in rows] == [4] * 5 + [2] * 5
+    for row in rows:
+        assert (row["TFLOP/s"] is None) == ("scores" not in row["op"])
+
+
 def test_turns_are_made_of_their_parts():
     lines = run("bench_turns.py", "--batches", 1, 3, "--context", 100, "--steps", 60,
                 "--chunk", 64, "--max-model-len", 256).splitlines()  # fmt: skip

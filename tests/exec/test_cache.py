@@ -81,14 +81,28 @@ def test_row_numbers_depend_on_nothing_but_the_batch(exact):
     ]
     batch = Batch.build(items, [10, 11, 12, 20, 30, 31])
     ctx = StepContext(batch, exact.cache(), exact.model.ropes)
-    groups = ctx.groups(2, 1)
-    assert groups.is_complete.tolist() == [False, True, False, False, False, True]
-    assert groups.first_position.tolist() == [1, 2, 3, 129, 0, 0]
-    assert groups.entry.tolist() == [0, 7 * 64 + 1, 0, 0, 0, 3 * 64]
-    assert groups.members.tolist() == [[0, 3], [3, 4], [4, 5], [1, 6], [7, 7], [7, 8]]
-    ring = ctx.ring(2)
-    assert ring.kept.tolist() == [4, 5, 8, 9, 2, 3]
-    assert ring.target.tolist() == [0, 5, 4, 8, 2, 3]
+    assert not ctx.reads_ring
+    assert ctx.groups(2).entry.tolist() == [0, 7 * 64 + 1, 0, 0, 0, 3 * 64]
+    assert ctx.groups(1).entry.tolist() == [898, 899, 900, 9 * 128 + 2, 384, 385]
+    assert ctx.rings == (128, 1, 3)
+    assert ctx.target(1).tolist() == [0, 0, 2, 4, 0, 1]
+    assert ctx.target(3).tolist() == [2 * 3 + 2, 2 * 3, 2 * 3 + 1, 4 * 3 + 1, 3, 4]
+    first, shared = ctx.window_rows[0].tolist(), 3 * 128
+    assert first == [0, 1, shared, *[-1] * 125]
+    assert ctx.window_rows[3].tolist() == [*range(128 + 3, 256), 128, 129, shared + 3]
+    assert ctx.pages(1).visible.tolist() == [3, 4, 5, 131, 1, 2]
+    assert ctx.pages(2).place.tolist() == [0, 1, 2, 0, 0, 1]
+
+
+def test_rows_of_one_token_a_sequence_read_the_ring(exact):
+    """Where a row's window is then, in the slot: the row itself included, and nothing behind."""
+    items = [BatchItem(1, 131, 4, [8, 9], 1), BatchItem(1, 2, 1, [3], 0)]
+    ctx = StepContext(Batch.build(items, [20, 31]), exact.cache(), exact.model.ropes)
+    assert ctx.reads_ring
+    ring = 4 * 128
+    assert ctx.window_rows[0].tolist() == [*range(ring + 3, ring + 128), *range(ring, ring + 3)]
+    assert ctx.window_rows[1].tolist() == [128, 129, *[-1] * 126]
+    assert ctx.target(128).tolist() == [ring + 2, 129]
 
 
 def test_broken_batches_are_caught():

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.model.weights import ExpansionBudget, Weights
 from mdi_exec.numerics import Numerics
-from mdi_exec.ops.routing import group_own_rows, group_rows
+from mdi_exec.ops.routing import group_rows, group_tokens
 from mdi_exec.ranks.collectives import Collectives, pack, pad_rows, unpack
 from mdi_exec.ranks.exchange import (
     KINDS,
@@ -118,14 +118,16 @@ def test_packed_rows_come_back():
 
 def test_rows_of_other_ranks_experts_are_in_no_tile():
     experts = torch.tensor([[0, 4], [2, 4], [4, 4], [0, 3]], dtype=torch.int32)  # 4: elsewhere
-    groups = group_own_rows(experts, 4, 16)
+    x = torch.arange(4.0).view(4, 1)
+    groups, rows = group_tokens(x, experts, 4, 16, some_elsewhere=True)
+    assert rows.flatten().tolist() == [0, 3, 1, 3, 0, 1, 2, 2]
     assert all(part.dtype == torch.int32 for part in groups)
     assert groups.counts.tolist() == [2, 0, 1, 1]
     assert groups.offsets.tolist() == [0, 2, 2, 3, 4]
     assert groups.order.tolist() == [0, 6, 2, 7, 1, 3, 4, 5]
     assert groups.tile_expert.tolist() == [0, 2, 3, -1, -1][: len(groups.tile_expert)]
     everything = group_rows(experts.clamp(max=3), 4, 16)
-    own = group_own_rows(experts.clamp(max=3), 4, 16)
+    own, _ = group_tokens(x, experts.clamp(max=3), 4, 16, some_elsewhere=True)
     assert all(
         torch.equal(here[: len(there)], there) for here, there in zip(own, everything, strict=True)
     )

@@ -50,7 +50,7 @@ def test_every_part_of_the_model_is_reached():
     assert {
         "weight_gemm", "gemm", "sparse_attention_program", "index_scores_program",
         "top_visible_program", "block_maxima_program", "route_program", "combine_program",
-        "engram_add_program", "hc_write_rows", "store_rows_kernel", "choose_program",
+        "engram_add_program", "hc_write_rows", "norm_store_rows", "choose_program",
     } <= names  # fmt: skip
 
 

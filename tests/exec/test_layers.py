@@ -81,7 +81,7 @@ class Replay:
             self.selection(layer, qr, a_in, ctx, found)
         ring = ctx.cache.windows[layer.plan.index]
         found["attn.window_kv"] = ring.gather(
-            ctx.window_ring.target[-ctx.cache.layout.window_rows :]
+            ctx.target(ctx.rings[0])[-ctx.cache.layout.window_rows :]
         )
         q = torch.unflatten(
             layer.attention.wq_b(quantise_activation(qr)), 1, layer.attention.head_shape
@@ -113,7 +113,8 @@ class Replay:
         shown = torch.arange(count)[-4 if ctx.batch.num_rows == 1 else 0 :]
         pages = ctx.pages(layer.plan.ratio).part(slice(1))
         pool_rows = pages.entry_rows(shown.unsqueeze(0)).squeeze(0)
-        found["cmp.latent"] = latents.values[latents.groups.is_complete]
+        ratio = layer.plan.ratio
+        found["cmp.latent"] = latents.values[ctx.batch.positions % ratio == ratio - 1]
         found["cmp.entries"] = ctx.cache.entries[layer.plan.index].gather(pool_rows)
         found["idx.keys"] = ctx.cache.keys[layer.plan.index].gather(pool_rows)
         if layer.plan.ratio == 2:
@@ -134,7 +135,7 @@ class Replay:
         if not layer.plan.uses_candidates:
             scores = scores.masked_fill(~is_visible, -torch.inf)
             found["idx.scores"] = scores[:, : ctx.batch.max_k // layer.plan.ratio]
-        found["idx.weights_raw"] = indexer.weights_proj(a_in)
+        found["idx.weights_raw"] = indexer.weights_proj.partial(a_in).rounded()
         rows = self.golden["rows"].long() if len(a_in) == PROMPT else slice(None)
         found["idx.q"] = queries[rows]
         found["idx.topk"] = self.positions(ctx, layer.plan.ratio)

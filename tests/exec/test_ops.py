@@ -17,7 +17,7 @@ from mdi_exec.ops.sparse_attention import (
     attend_ref,
     sparse_attention,
 )
-from mdi_exec.ops.swiglu import swiglu_quantise
+from mdi_exec.ops.swiglu import RowWeights, swiglu_quantise
 from mdi_exec.ops.top_entries import candidate_blocks, top_entries
 
 SPLIT_SAME_BITS = 0.85  # exponentials differ by processor; 95 % were the least seen
@@ -181,7 +181,7 @@ def test_rms_norm_is_scale_free_and_weighted():
 
 def test_swiglu_clamps_the_gate_above_only():
     gate, up = torch.tensor([[-9.0, 9.0]]), torch.tensor([[-9.0, 9.0]])
-    found = swiglu_quantise(gate, up, 2.0, torch.tensor([0.5]))
+    found = swiglu_quantise(gate, up, 2.0, RowWeights(torch.tensor([7.0, 0.5]), torch.tensor([1])))
     expected = 0.5 * torch.nn.functional.silu(torch.tensor([-9.0, 2.0])) * torch.tensor([-2.0, 2.0])
     torch.testing.assert_close(found, expected.unsqueeze(0))
 

@@ -62,6 +62,13 @@ def test_all_codes_survive_packing():
     assert torch.equal(e2m1_codes(values), codes)
 
 
+def test_fp4_numbers_at_fifteen_scales_in_a_row_are_fp8_numbers():
+    codes = torch.arange(16, dtype=torch.uint8).view(8, 2)
+    values = unpack_e2m1(pack_e2m1(codes)).flatten()
+    scaled = values.unsqueeze(1) * 2.0 ** torch.arange(-8, 7)  # index scores fold scales into codes
+    assert torch.equal(scaled.to(torch.float8_e4m3fn).to(torch.float32), scaled)
+
+
 @pytest.mark.parametrize(
     ("value", "rounded"),
     [(0.25, 0.0), (0.75, 1.0), (1.25, 1.0), (1.75, 2.0), (2.5, 2.0), (3.5, 4.0), (5.0, 4.0),

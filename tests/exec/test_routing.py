@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from mdi_exec.ops.gemm import Partial
 from mdi_exec.ops.routing import NO_EXPERT, combine, group_rows, max_tiles, route
 
 SHAPES = [(1, 3, 8), (5, 2, 4), (40, 6, 16), (130, 6, 384)]
@@ -18,14 +19,14 @@ def random_experts(num_tokens, k, num_experts, seed=0):
 
 def test_experts_are_chosen_with_the_bias_and_weighted_without():
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
-    experts, weights = route(logits, torch.tensor([0.0, 0.0, -9.0, 9.0]), 2, 1.5)
+    experts, weights = route(Partial.of(logits), torch.tensor([0.0, 0.0, -9.0, 9.0]), 2, 1.5)
     assert experts.tolist() == [[1, 3]]
     a, b = (math.sqrt(math.log1p(math.exp(x))) for x in (1.0, -1.0))
     assert weights[0].tolist() == pytest.approx([1.5 * a / (a + b), 1.5 * b / (a + b)], rel=1e-6)
 
 
 def test_equal_scores_go_to_the_lower_expert():
-    experts, weights = route(torch.zeros(1, 9), torch.zeros(1, 9), 3, 1.0)
+    experts, weights = route(Partial.of(torch.zeros(1, 9)), torch.zeros(1, 9), 3, 1.0)
     assert experts.tolist() == [[0, 1, 2]]
     assert weights[0].tolist() == pytest.approx([1 / 3] * 3)
 
@@ -33,7 +34,7 @@ def test_equal_scores_go_to_the_lower_expert():
 def test_a_token_can_have_its_own_bias():
     bias = torch.zeros(2, 5)
     bias[1, 4] = 1.0
-    experts, _ = route(torch.zeros(2, 5), bias, 2, 1.0)
+    experts, _ = route(Partial.of(torch.zeros(2, 5)), bias, 2, 1.0)
     assert experts.tolist() == [[0, 1], [0, 4]]
 
 

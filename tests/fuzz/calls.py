@@ -28,7 +28,7 @@ from tests.fuzz.suite import drawn, one_line, refusal
 TINY = Path(__file__).parent.parent / "golden" / "tiny"
 REAL_SHARE, STOP_SHARE, RECORD_SHARE = 0.01, 0.3, 0.3
 HONEST, HOSTILE, REQUESTS, CALLS = 2, 2, 3, 6
-LONGEST_S = 50.0
+LONGEST_S = 300.0
 REFUSED = (MiniDeepInferError,)
 
 

@@ -34,7 +34,7 @@ OFTEN = ("simulate", "show", "check", "compare", "convert", "generate-workload",
 SELDOM = ("calibrate", "accuracy", "transfer", "tune", "generate", "record", "replay", "warm-up",
           "make-checkpoint")  # fmt: skip
 ALONE_SHARE = 1 / 40
-LONGEST_S = 60
+LONGEST_S = 300
 
 
 def commands(folder):
@@ -92,15 +92,15 @@ def _arguments(params, rng):
 
 
 def _kept_small(arguments):
-    """Cut what the real model serves: prompts of a preset's lengths take minutes on a CPU."""
-    if arguments[0] not in ("record", "replay"):
-        return arguments
-    cuts = {"--max-prompt": "40", "--max-output": "2", "--rate": "1000"}
+    """Cut what would take minutes: long prompts on the real model, and searches."""
+    cuts = {"tune": {"--trials": "2", "--jobs": "1"},
+            "record": {"--max-prompt": "40", "--max-output": "2", "--rate": "1000"},
+            "replay": {"--max-prompt": "40", "--max-output": "2", "--rate": "1000", "--limit": "2"},
+            }.get(arguments[0], {})  # fmt: skip
     if "--arrivals" in arguments:
-        del cuts["--rate"]
-    sizes = {"record": ("--requests", "-n"), "replay": ("--limit",)}[arguments[0]]
-    if not set(sizes) & set(arguments):
-        cuts[sizes[0]] = "2"
+        cuts.pop("--rate", None)
+    if (arguments[0] == "record" or "--workload" in arguments) and "-n" not in arguments:
+        cuts["--requests"] = "5"
     added = [part for name, most in cuts.items() if name not in arguments for part in (name, most)]
     return [arguments[0], *added, *arguments[1:]]
 

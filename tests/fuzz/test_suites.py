@@ -10,7 +10,7 @@ from tests.fuzz.suite import run
 SEEDS = range(10**6, 2 * 10**6)  # others than those of docs/reliability.md begin with
 
 
-def sliced(case, count, limit_s=120.0):
+def sliced(case, count, limit_s=40.0):
     counts: Counter[str] = Counter()
     failed = run(case, SEEDS[:count], counts, limit_s=limit_s)
     for seed, error in failed.items():

@@ -6,8 +6,12 @@ import torch
 from mdi_exec.ops.expert_gemm import expert_gemm, expert_gemm_ref, tile_rows
 from mdi_exec.ops.gemm import (
     QuantisedWeight,
+    add_parts,
+    add_parts_ref,
     matmul,
     matmul_ref,
+    partial_gemm,
+    partial_matmul,
     quantised_gemm,
     quantised_gemm_ref,
 )
@@ -71,11 +75,12 @@ def test_fp8_product_from_codes_and_from_copies(n, k, rows):
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 130])
 def test_grouped_output_product(rows):
-    weight, x = fp8_weight(4 * 96, 256), normal(rows, 4 * 256)
+    weight, x = fp8_weight(4 * 96, 256), normal(130, 4 * 256)
     wanted = quantised_gemm_ref(x, weight, 4)
+    whole = quantised_gemm(x, weight.packed(), 4)
+    assert_rounded_sums(whole, wanted)
     for made in (weight.packed(), weight.expanded(torch.bfloat16).packed()):
-        found = quantised_gemm(x, made, 4)
-        assert_rounded_sums(found, wanted)
+        assert_bits(quantised_gemm(x[:rows].contiguous(), made, 4), whole[:rows])
 
 
 @pytest.mark.parametrize("columns", [64, 128, 192, 256])
@@ -91,7 +96,7 @@ def test_dense_tiles_of_all_widths_have_the_bits_of_the_plain_program(
         pytest.skip("made for sm_90a")
     monkeypatch.setattr(dense_gemm, "tile_columns", lambda *sizes: columns)
     found = dense_gemm.dense_product(x, weight, groups)
-    assert_bits(found, gemm._product(x, weight, groups, torch.bfloat16))
+    assert_bits(found, gemm._product(x, weight, groups, torch.bfloat16)[0])
 
 
 @pytest.mark.parametrize("rows", [1, 64, 65, 700])
@@ -137,23 +142,35 @@ def test_expert_rows_do_not_depend_on_the_tile():
         assert_bits(other, results[0])
 
 
-def test_decoding_in_registers_and_by_the_portable_loop_agree():
+def test_decoding_in_registers_and_by_the_portable_loop_agree(monkeypatch):
     """What other architectures run must be what this one was tested with."""
     from mdi_exec.ops.kernels import weight_gemm
 
-    x, weight, found = quantise_activation(normal(70, 512)), fp8_weight(256, 512), []
-    packed = weight.packed()
-    tiles = weight_gemm._even_tiles(70, 1, 64, x.device)
-    scales = packed.scales.view(torch.uint8).view(1, -1, 16)
-    for in_registers in (True, False):
-        kernel = weight_gemm.compiled(
-            weight_gemm.weight_gemm, 256, 512, 1, 64, 128, 128, 4, 2, in_registers
-        )
-        out = torch.full((70, 256), torch.nan, dtype=torch.bfloat16, device="cuda")
-        kernel(x, packed.codes.view(1, 256, -1), scales, *tiles, out)
-        found.append(out)
-    assert_bits(*found)
-    assert_rounded_sums(found[0], matmul_ref(x, weight.dequantised()).to(torch.bfloat16))
+    x, weight = quantise_activation(normal(70, 512)), fp8_weight(256, 512)
+    found = quantised_gemm(x, weight.packed())
+    monkeypatch.setattr(weight_gemm, "has_known_registers", lambda: False)
+    assert_bits(quantised_gemm(x, weight.packed()), found)
+    assert_rounded_sums(found, matmul_ref(x, weight.dequantised()).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(("n", "k", "parts"), [(1280, 5120, 8), (32, 5120, 8), (512, 1280, 2)])
+@pytest.mark.parametrize("rows", [1, 5, 17, 64, 65, 300])
+def test_narrow_products_come_in_parts_of_one_sum(n, k, parts, rows):
+    """Few rows come in parts, many added up: to the same bits, from codes and from copies."""
+    weight, x = fp8_weight(n, k), quantise_activation(normal(300, k, seed=2))
+    plain = normal(n, k, seed=1)
+    wanted, wanted_plain = partial_gemm(x, weight.packed()), partial_matmul(x, plain)
+    few = x[:rows].contiguous()
+    for made in (weight.packed(), weight.expanded(torch.bfloat16).packed()):
+        found = partial_gemm(few, made)
+        assert len(found.parts) == parts or (rows > 64 and made.values is not None)
+        assert_bits(found.total(), wanted.total()[:rows])
+        assert_bits(quantised_gemm(few, made), found.rounded())
+    found = partial_matmul(few, plain)
+    assert len(found.parts) == (parts if rows <= 64 else 1)
+    assert_bits(found.total(), wanted_plain.total()[:rows])
+    assert_bits(matmul(few, plain), found.total())
+    assert_bits(add_parts(found, 0.3), add_parts_ref(found, 0.3))
 
 
 @pytest.mark.parametrize(("n", "k"), [(320, 2304), (128, 64)])

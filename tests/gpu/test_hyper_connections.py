@@ -62,6 +62,17 @@ def test_fused_read_and_norm_is_both_in_turn(width, rows):
     assert_close_in_ulps(normed, expected, ulps=1, share=SHARE_OFF)
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", ROW_COUNTS)
+def test_fused_write_and_read_is_both_in_turn(width, rows):
+    streams, output, found = normal(rows, N, width), normal(rows, width, seed=2), drawn(rows)
+    written, *read = kernels.hc_write_read(streams, output, found, gains(width), EPS)
+    assert_bits(written, kernels.hc_write(streams, output, found))
+    parts = kernels.hc_read_norm(written, found.read, gains(width), EPS)
+    for mine, theirs in zip(read, parts, strict=True):
+        assert_bits(mine, theirs)
+
+
 @pytest.mark.parametrize("rows", ROW_COUNTS)
 @pytest.mark.parametrize("scale", [0.3, 30.0])
 def test_split_matches_the_reference(rows, scale):

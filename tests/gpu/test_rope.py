@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mdi_exec.ops.quantise import round_fp4_ref
 from mdi_exec.ops.rope import Rotation, rotate, rotate_ref
 from tests.gpu.marks import gpu
 from tests.gpu.vectors import ROW_COUNTS, assert_bits, normal
@@ -51,3 +52,11 @@ def test_public_op_chooses_the_kernel_by_dtype():
     assert_bits(rotate(whole, rotation), rotate_ref(x.float(), rotation, False))
     assert_bits(whole, x.float())
     assert rotate(x, rotation).data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("shape", [(32, 128, 64), (16, 32, 16)])
+@pytest.mark.parametrize("rows", [1, 3, 129])
+def test_rotated_and_rounded_is_both_in_turn(shape, rows):
+    x, rotation = case(rows, *shape)
+    found = kernels.rotate_round(x, rotation)
+    assert_bits(found, round_fp4_ref(rotate_ref(x, rotation, inverse=False)))

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from mdi_exec.ops.gemm import Partial
+from mdi_exec.ops.kernels import grouping
 from mdi_exec.ops.kernels import routing as kernels
 from mdi_exec.ops.routing import combine_ref, group_rows_ref, route_ref
 from tests.gpu.marks import gpu
@@ -23,8 +25,8 @@ def logits_of(num_tokens, num_experts, seed=0):
 
 def compare_routes(logits, bias, k):
     with poisoned():
-        experts, weights = kernels.route(logits, bias, k, 1.5)
-    expected, expected_weights = route_ref(logits, bias, k, 1.5)
+        experts, weights = kernels.route(Partial.of(logits), bias, k, 1.5)
+    expected, expected_weights = route_ref(Partial.of(logits), bias, k, 1.5)
     assert experts.dtype == torch.int32
     assert torch.equal(experts, expected)
     torch.testing.assert_close(weights, expected_weights, rtol=WEIGHT_RTOL, atol=0)
@@ -49,17 +51,25 @@ def test_route_of_extreme_logits():
     compare_routes(torch.stack([logits, logits.flip(0)]), torch.zeros(8, device="cuda"), 8)
 
 
+def test_parts_of_logits_are_added_in_order():
+    parts = logits_of(8 * 30, 384).view(8, 30, 384)
+    product, bias = Partial(parts, torch.float32), logits_of(1, 384, 1)[0]
+    expected = kernels.route(Partial.of(product.total()), bias, 6, 1.5)
+    for mine, theirs in zip(kernels.route(product, bias, 6, 1.5), expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_a_token_is_routed_alike_in_any_batch():
     logits, bias = logits_of(130, 384), logits_of(1, 384, 1)[0]
-    together = kernels.route(logits, bias, 6, 1.5)
+    together = kernels.route(Partial.of(logits), bias, 6, 1.5)
     for token in (0, 1, 64, 129):
-        alone = kernels.route(logits[token : token + 1], bias, 6, 1.5)
+        alone = kernels.route(Partial.of(logits[token : token + 1]), bias, 6, 1.5)
         assert all(torch.equal(a[0], t[token]) for a, t in zip(alone, together, strict=True))
 
 
 def compare_groups(experts, num_experts, tile):
     with poisoned():
-        groups = kernels.group_rows(experts, num_experts, tile)
+        groups = grouping.group_rows(experts, num_experts, tile)
     expected = group_rows_ref(experts, num_experts, tile)
     for name, a, b in zip(groups._fields, groups, expected, strict=True):
         assert a.dtype == torch.int32
@@ -69,9 +79,8 @@ def compare_groups(experts, num_experts, tile):
 @pytest.mark.parametrize(("num_experts", "k", "tile"), [(384, 6, 64), (384, 6, 128), (16, 3, 16)])
 @pytest.mark.parametrize("num_tokens", ROWS)
 def test_group_rows(num_experts, k, tile, num_tokens):
-    experts, _ = route_ref(
-        logits_of(num_tokens, num_experts), torch.zeros(num_experts, device="cuda"), k, 1.0
-    )
+    logits = Partial.of(logits_of(num_tokens, num_experts))
+    experts, _ = route_ref(logits, torch.zeros(num_experts, device="cuda"), k, 1.0)
     compare_groups(experts, num_experts, tile)
     compare_groups(experts.long(), num_experts, tile)
 
@@ -82,7 +91,7 @@ def test_all_rows_may_go_to_one_expert(expert):
 
 
 def test_no_rows():
-    groups = kernels.group_rows(torch.empty((0, 6), dtype=torch.int32, device="cuda"), 384, 64)
+    groups = grouping.group_rows(torch.empty((0, 6), dtype=torch.int32, device="cuda"), 384, 64)
     assert groups.order.numel() == groups.tile_expert.numel() == 0
     assert not groups.counts.any()
     assert not groups.offsets.any()
@@ -104,11 +113,27 @@ def test_nothing_waits_for_the_device():
     logits, bias = logits_of(40, 384), torch.zeros(384, device="cuda")
     rows = torch.zeros(240, 5120, dtype=torch.bfloat16, device="cuda")
     for _ in range(2):  # the first turn compiles
-        experts, _ = kernels.route(logits, bias, 6, 1.5)
-        groups = kernels.group_rows(experts, 384, 64)
+        experts, _ = kernels.route(Partial.of(logits), bias, 6, 1.5)
+        groups = grouping.group_rows(experts, 384, 64)
         kernels.combine(rows, groups.position, rows[:40])
     with unawaited():
-        experts, _ = kernels.route(logits, bias, 6, 1.5)
-        groups = kernels.group_rows(experts, 384, 64)
+        experts, _ = kernels.route(Partial.of(logits), bias, 6, 1.5)
+        groups = grouping.group_rows(experts, 384, 64)
         kernels.combine(rows, groups.position, rows[:40])
         group_rows_ref(experts, 384, 64)
+
+
+@pytest.mark.parametrize("width", [5120, 128])
+@pytest.mark.parametrize("num_tokens", [1, 3, 129, 1000])
+def test_grouped_tokens(width, num_tokens):
+    x = logits_of(num_tokens, width).to(torch.bfloat16)
+    compare_tokens(x, logits_of(num_tokens, 16, 1).topk(3).indices.to(torch.int32))
+
+
+def compare_tokens(x, experts):
+    with poisoned():
+        groups, rows = grouping.group_tokens(x, experts, 16, 16)
+    expected = group_rows_ref(experts, 16, 16)
+    for mine, theirs in zip(groups, expected, strict=True):
+        assert torch.equal(mine, theirs)
+    assert torch.equal(rows, x[expected.order // experts.shape[1]])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mdi_exec.numerics import Numerics
+from mdi_exec.ops.rope import Rotation, rotate
 from mdi_exec.ops.row_pool import RowPool, entry_format, store_rows, window_format
 from mdi_exec.ops.sparse_attention import (
     ATTENTION_MAX_ABS,
@@ -19,6 +20,7 @@ from tests.gpu.strictness import poisoned
 from tests.gpu.vectors import assert_bits, normal
 
 pytestmark = gpu
+MANY_HEADS = (80, 64, 96)
 TRUE, TINY = (64, 512, 512), (8, 64, 32)  # heads, width, entries selected
 
 
@@ -52,7 +54,7 @@ def inputs(rows, shape, *, window_filled=128, entries_filled=None, seed=0):
 def check(q, window, window_rows, sink, entries, entry_rows):
     found = sparse_attention(q, window, window_rows, sink, entries=entries, entry_rows=entry_rows)
     wanted = sparse_attention_ref(
-        q, window, window_rows, sink, entries=entries, entry_rows=entry_rows
+        q, window, window_rows, sink, entries=entries, entry_rows=entry_rows, rotation=None
     )
     error = (found.float() - wanted.float()).abs()
     assert torch.isfinite(found).all()
@@ -89,7 +91,7 @@ def test_large_scores_and_scales():
     found = sparse_attention(q * 20, window, window_rows, sink, entries=entries,
                              entry_rows=entry_rows)  # fmt: skip
     wanted = sparse_attention_ref(q * 20, window, window_rows, sink, entries=entries,
-                                  entry_rows=entry_rows)  # fmt: skip
+                                  entry_rows=entry_rows, rotation=None)  # fmt: skip
     relative = (found.float() - wanted.float()).norm() / wanted.float().norm()
     assert torch.isfinite(found).all()
     assert relative < 0.01
@@ -107,9 +109,21 @@ def test_a_row_does_not_depend_on_its_batch():
         assert_bits(alone, whole[part])
 
 
+@pytest.mark.parametrize("shape", [TRUE, TINY, MANY_HEADS], ids=["true", "tiny", "many heads"])
+def test_rotation_is_that_of_its_own_kernel(shape):
+    q, window, window_rows, sink, entries, entry_rows = inputs(5, shape)
+    angles = normal(5, shape[1] // 16, seed=9).float() * 3
+    rotation, options = Rotation(angles.cos(), angles.sin()), {"entries": entries}
+    found = sparse_attention(
+        q, window, window_rows, sink, **options, entry_rows=entry_rows, rotation=rotation
+    )
+    turned = rotate(q.clone(), rotation)
+    plain = sparse_attention(turned, window, window_rows, sink, **options, entry_rows=entry_rows)
+    assert_bits(found, rotate(plain, rotation, inverse=True))
+
+
 # ---- staged keys -------------------------------------------------------------------------------
 
-MANY_HEADS = (80, 64, 96)
 staged = pytest.mark.skipif(
     not (
         torch.cuda.is_available() and can_stage(torch.empty(0, dtype=torch.bfloat16, device="cuda"))

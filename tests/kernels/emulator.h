@@ -10,6 +10,7 @@
 #include <ucontext.h>
 #include <vector_functions.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -157,6 +158,11 @@ T __shfl_up_sync(uint, T value, int by, int = 32) {
   return emulation::exchange(value, lane < by ? lane : lane - by);
 }
 
+template <class T>
+T __shfl_sync(uint, T value, int lane, int = 32) {
+  return emulation::exchange(value, lane);
+}
+
 inline uint __ballot_sync(uint, int vote) {
   const int turn = emulation::offer(vote != 0);
   uint votes = 0;
@@ -164,7 +170,23 @@ inline uint __ballot_sync(uint, int vote) {
   return votes;
 }
 
+inline bool __any_sync(uint mask, int vote) { return __ballot_sync(mask, vote) != 0; }
+
+inline int __reduce_add_sync(uint, int value) {
+  const int turn = emulation::offer(value);
+  int sum = 0;
+  for (int lane = 0; lane < 32; ++lane) sum += emulation::taken<int>(turn, lane);
+  return sum;
+}
+
+inline int __reduce_max_sync(uint, int value) {
+  const int turn = emulation::offer(value);
+  for (int lane = 0; lane < 32; ++lane) value = std::max(value, emulation::taken<int>(turn, lane));
+  return value;
+}
+
 inline int __popc(uint x) { return __builtin_popcount(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 inline float __fadd_rn(float a, float b) { return a + b; }  // never contracted: see emulator.py
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }

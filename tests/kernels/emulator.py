@@ -56,6 +56,12 @@ def lowered(program: Any) -> str:
     return str(artifact.kernel_source)
 
 
+def valued(extent: Any, sizes: dict[Any, int]) -> int:
+    """Return an extent's value, given those of dynamic sizes."""
+    found = tirx.stmt_functor.substitute(extent, sizes)
+    return int(tvm.arith.Analyzer().simplify(found))
+
+
 def grid_of(program: Any, sizes: dict[Any, int]) -> tuple[int, int]:
     """Return a launch's numbers of blocks along x and y; sizes: values of dynamic sizes."""
     extents = {"blockIdx.x": 1, "blockIdx.y": 1}
@@ -64,24 +70,30 @@ def grid_of(program: Any, sizes: dict[Any, int]) -> tuple[int, int]:
         if isinstance(node, tirx.For) and node.thread_binding is not None:
             tag = node.thread_binding.thread_tag
             if tag in extents:
-                extent = tirx.stmt_functor.substitute(node.extent, sizes)
-                extents[tag] = int(tvm.arith.Analyzer().simplify(extent))
+                extents[tag] = valued(node.extent, sizes)
 
     tirx.stmt_functor.post_order_visit(program.body, visit)
     return extents["blockIdx.x"], extents["blockIdx.y"]
 
 
-def bound(buffers: list[Any], tensors: tuple[Tensor, ...]) -> dict[Any, int]:
-    """Check tensors against a program's parameters as a launch does; return its dynamic sizes."""
+def bound(buffers: list[Any], tensors: tuple[Any, ...]) -> dict[Any, int]:
+    """Check arguments against a program's parameters as a launch does; return its dynamic sizes.
+
+    A number's parameter is a variable, not a buffer.
+    """
     sizes: dict[Any, int] = {}
     for buffer, tensor in zip(buffers, tensors, strict=True):
+        if isinstance(buffer, tirx.Var):
+            sizes[buffer] = tensor
+            continue
         what = f"{buffer.name} {buffer.shape} {buffer.dtype}: {tensor.shape} {tensor.dtype}"
         assert tensor.is_contiguous(), what
         assert str(tensor.dtype) == f"torch.{buffer.dtype}", what
         assert len(tensor.shape) == len(buffer.shape), what
         for size, wanted in zip(tensor.shape, buffer.shape, strict=True):
             is_dynamic = isinstance(wanted, tirx.Var)
-            assert size == (sizes.setdefault(wanted, size) if is_dynamic else int(wanted)), what
+            assert size == (sizes.setdefault(wanted, size) if is_dynamic
+                            else valued(wanted, sizes)), what  # fmt: skip
     return sizes
 
 
@@ -125,13 +137,14 @@ class Emulator:
         self._compile("-shared", f"{stem}.cpp", "-o", f"{stem}.so")
         run = ctypes.CDLL(str(self.folder / f"{stem}.so")).launch
         run.restype = ctypes.c_bool
-        buffers = [program.buffer_map[parameter] for parameter in program.params]
+        buffers = [program.buffer_map.get(p, p) for p in program.params]
 
-        def launch(*tensors: Tensor) -> None:
+        def launch(*tensors: Any) -> None:
             sizes = bound(buffers, tensors)
             values: dict[str, Any] = {variable.name: n for variable, n in sizes.items()}
             for buffer, tensor in zip(buffers, tensors, strict=True):
-                values[buffer.name] = ctypes.c_void_p(tensor.data_ptr())
+                if isinstance(tensor, Tensor):
+                    values[buffer.name] = ctypes.c_void_p(tensor.data_ptr())
             # Names that C++ knows already (cos) carry a number in the source.
             arguments = [values[n if n in values else re.sub(r"_\d+$", "", n)] for n in names]
             assert run(*grid_of(program, sizes), *arguments), f"threads of {name} are in deadlock"

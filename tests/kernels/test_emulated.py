@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("tilelang")
 
 from mdi_exec.ops import engram, routing, top_entries
+from mdi_exec.ops.gemm import Partial
 from mdi_exec.ops.kernels import engram as engram_kernels
 from mdi_exec.ops.kernels import routing as routing_kernels
 from mdi_exec.ops.kernels import sampler as sampler_kernels
@@ -25,11 +26,13 @@ from tests.gpu import test_engram as on_gpu_engram
 from tests.gpu import test_folding as folding
 from tests.gpu import test_hyper_connections as hyper_connections
 from tests.gpu import test_norm as norm
+from tests.gpu import test_norm_store as norm_store
 from tests.gpu import test_quantise as quantise
 from tests.gpu import test_rope as rope
 from tests.gpu import test_routing as on_gpu_routing
 from tests.gpu import test_row_pool as row_pool
 from tests.gpu import test_sampler as on_gpu_sampler
+from tests.gpu import test_step_rows as step_rows
 from tests.gpu import test_swiglu as swiglu
 from tests.gpu import test_top_entries as on_gpu_top_entries
 from tests.gpu import vectors
@@ -38,8 +41,9 @@ from tests.kernels.emulator import Emulator, what_is_missing
 
 pytestmark = pytest.mark.skipif(what_is_missing() is not None, reason=what_is_missing() or "")
 
-FAMILIES = ("engram", "folding", "hc_coefficients", "hyper_connections", "norm", "quantise", "rope",
-            "routing", "row_pool", "sampler", "swiglu", "top_entries")  # fmt: skip
+FAMILIES = ("engram", "folding", "grouping", "hc_coefficients", "hyper_connections", "norm",
+            "norm_store", "pairs", "quantise", "rope", "routing", "row_pool", "sampler",
+            "selected_rows", "step_rows", "swiglu", "top_entries")  # fmt: skip
 ROWS = (1, 3, 33)
 rows_of_each = pytest.mark.parametrize("rows", ROWS)
 
@@ -109,6 +113,25 @@ def test_rotation(rows, shape, inverse):
     x, rotation = rope.case(rows, *shape)
     expected = rope.rotate_ref(x, rotation, inverse)
     vectors.assert_bits(rope.kernels.rotate(x, rotation, inverse), expected)
+    if shape[0] is not None:
+        rope.test_rotated_and_rounded_is_both_in_turn((32, 128, 64), rows)
+
+
+@pytest.mark.parametrize(("make", "width", "rotated"), norm_store.CASES)
+def test_norm_store(make, width, rotated):
+    for rows, parts in ((1, 8), (3, 1)):
+        norm_store.test_is_all_steps_in_turn(make, width, rotated, rows, parts)
+        norm_store.test_the_rounded_norm_of_a_sum(width, rows, parts)
+
+
+@pytest.mark.parametrize("name", step_rows.STEPS)
+def test_step_rows(name):
+    for in_ring, replay_keep in ((True, 0), (False, 0), (False, 150)):
+        step_rows.test_row_numbers(name, in_ring, replay_keep)
+    step_rows.test_pairs(name, 64, 2)
+    step_rows.test_ngrams_and_their_rows(name, 3)
+    for staged, is_listed in ((True, False), (False, True)):
+        step_rows.test_selected_rows(staged, is_listed, 5)
 
 
 @rows_of_each
@@ -117,6 +140,7 @@ def test_hyper_connections(rows, width):
     hyper_connections.test_read_is_exact(width, rows)
     hyper_connections.test_write_is_exact(width, rows)
     hyper_connections.test_fused_read_and_norm_is_both_in_turn(width, rows)
+    hyper_connections.test_fused_write_and_read_is_both_in_turn(width, rows)
 
 
 @rows_of_each
@@ -162,8 +186,8 @@ def test_route(num_experts, k):
         logits = normal(rows, num_experts) * 3
         for x in (logits, logits.sign(), logits * 100):
             for bias in (normal(num_experts, seed=1) * 0.1, normal(rows, num_experts, seed=2)):
-                experts, weights = routing_kernels.route(x, bias, k, 1.5)
-                expected, expected_weights = routing.route_ref(x, bias, k, 1.5)
+                experts, weights = routing_kernels.route(Partial.of(x), bias, k, 1.5)
+                expected, expected_weights = routing.route_ref(Partial.of(x), bias, k, 1.5)
                 assert torch.equal(experts, expected)
                 torch.testing.assert_close(
                     weights, expected_weights, rtol=on_gpu_routing.WEIGHT_RTOL, atol=0
@@ -176,6 +200,7 @@ def test_group_rows(rows):
     drawn = torch.randint(num_experts, (rows, 3), generator=torch.Generator().manual_seed(rows))
     for experts in (drawn, torch.full_like(drawn, num_experts - 1)):
         on_gpu_routing.compare_groups(experts, num_experts, tile)
+        on_gpu_routing.compare_tokens(normal(rows, 128).bfloat16(), experts.int())
 
 
 @rows_of_each
@@ -199,6 +224,15 @@ def test_top_entries(kind, width, k):
     assert torch.equal(chosen, top_entries.top_visible_ref(clean, visible, k))
     blocks = top_entries_kernels.candidate_blocks(garbage, visible, 8, 8)
     assert torch.equal(blocks, top_entries.candidate_blocks_ref(clean, visible, 8, 8))
+
+
+@pytest.mark.parametrize("kind", ["random", "many ties", "minus infinity"])
+@pytest.mark.parametrize("k", [5, 512])
+def test_top_entries_of_several_parts(kind, k):
+    visible = torch.tensor([70_001, 32_768, 32_769], dtype=torch.int32)
+    scores = on_gpu_top_entries.SCORES[kind](normal(3, 70_001)).bfloat16()
+    chosen = top_entries_kernels.top_visible(scores, visible, k)
+    assert torch.equal(chosen, top_entries.top_visible_ref(scores, visible, k))
 
 
 @pytest.mark.parametrize("kind", ["random", "equal", "ties", "two"])

@@ -30,7 +30,8 @@ def test_what_is_compared_runs_on_kernels(monkeypatch):
                 assert contest.num_bytes > 0
     assert found.pop("coefficients") == {"hc_project", "hc_finish_tokens"}
     assert found == {
-        **{op: {"dense_gemm"} for op in peers.DENSE}, "attention": {"staged_attention_program"},
+        **{op: {"dense_gemm"} for op in peers.DENSE}, "wq_a": {"gemm", "add_parts_program"},
+        "attention": {"staged_attention_program"},
         "index scores": {"index_scores_program"}, "experts": {"expert_program"},
         "streams written": {"hc_write_rows"},
     }  # fmt: skip

@@ -23,7 +23,7 @@ def test_candidate_blocks_are_one_program_at_any_length(monkeypatch):
     for entries in range(64, 4_096, 64):
         scores = torch.zeros(3, entries, dtype=torch.bfloat16)
         top_entries.candidate_blocks(scores, torch.tensor([1, 40, entries]), BLOCK, K)
-    assert asked == {("block_maxima_program", (BLOCK,)), ("top_visible_program", (K,))}
+    assert asked == {("block_maxima_program", (BLOCK,)), ("top_visible_program", (K, True))}
 
 
 @pytest.mark.parametrize("entries", [1, 8, 63, 64, 256])

@@ -140,19 +140,20 @@ class _Content:
 
     def __init__(self, requests: pa.Table) -> None:
         self._requests = requests
-        self._columns = {name: hashlib.sha256() for name in ("t_done", "n_tokens")}
+        self._digest = hashlib.sha256()
+        self._tokens: list[bytes] = []  # hashed behind all times, as files of any age have it
 
     def passing(self, pieces: Iterable[pa.Table]) -> Iterator[pa.Table]:
         for piece in pieces:
-            for name, digest in self._columns.items():
-                digest.update(ints(piece[name]).tobytes())
+            self._digest.update(ints(piece["t_done"]).tobytes())
+            self._tokens.append(ints(piece["n_tokens"]).tobytes())
             yield piece
 
     def hash(self) -> str:
         """Return the hash; all steps have passed."""
-        digest = hashlib.sha256()
-        for of_column in self._columns.values():
-            digest.update(of_column.digest())
+        digest = self._digest.copy()
+        for tokens in self._tokens:
+            digest.update(tokens)
         for name in ("arrival_ns", "prompt_len", "t_first_token", "t_finish"):
             digest.update(ints(self._requests[name], null=-1).tobytes())
         digest.update("\n".join(self._requests["req_id"].to_pylist()).encode())

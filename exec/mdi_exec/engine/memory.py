@@ -148,7 +148,8 @@ def workspace_bytes(
     """Return an upper bound of what a step holds beside weights and cache, on each of the ranks."""
     # A reference holds a float32 copy of its input and its output beside both.
     element = numerics.dtype.itemsize + (0 if for_kernels else 8)
-    streams = 2 * limits.rows * config.hc_mult * config.hidden_size * element
+    # Streams before and after a sublayer, and what attention read from them, twice.
+    streams = 2 * limits.rows * (config.hc_mult + 1) * config.hidden_size * element
     phases = (
         _attention(config, limits, element, for_kernels=for_kernels),
         _selection(config, limits, element, for_kernels=for_kernels),

@@ -53,25 +53,26 @@ class Attention:
     @in_range("queries")
     def __call__(self, a_in: Tensor, x: Quantised | Tensor, ctx: StepContext) -> Tensor:
         """Return the sublayer's output [T, D] for its normed input a_in [T, D]; x is it rounded."""
-        _, qr = self.q_norm.rounded(self.wq_a(x))
-        rotation = ctx.rotation(self.plan.ratio)
-        q = rotate(torch.unflatten(self.wq_b(qr), 1, self.head_shape), rotation)
+        qr = self.q_norm.rounded(self.wq_a.partial(x))
+        q = torch.unflatten(self.wq_b(qr), 1, self.head_shape)
         if self.indexer is not None:
             self.indexer(qr, a_in, ctx)
-        return self.output(rotate(self.attend(q, self.window(x, ctx), ctx), rotation, inverse=True))
+        return self.output(self.attend(q, self.window(x, ctx), ctx))
 
     @in_range("attention")
     def attend(self, q: Tensor, window: RowPool, ctx: StepContext) -> Tensor:
-        """Return the heads' outputs [T, H, d], not yet rotated back."""
-        source = self.plan.kv_source
+        """Return the outputs [T, H, d] of heads whose queries are not rotated yet."""
+        source, rotation = self.plan.kv_source, ctx.rotation(self.plan.ratio)
         selected = None if source is None else ctx.selected
         staged = ctx.staged.entries(0 if source is None else self.plan.ratio)
         if staged is not None:
             keys = ctx.staged.keys(source, staged, window)
-            return attend_staged(q, keys, ctx.staged.key_rows(selected, staged), self.sink)
+            rows, q = ctx.staged.key_rows(selected, staged), rotate(q, rotation)
+            return rotate(attend_staged(q, keys, rows, self.sink), rotation, inverse=True)
         return sparse_attention(
             q, window, ctx.window_rows, self.sink,
             entries=None if source is None else ctx.cache.entries[source], entry_rows=selected,
+            rotation=rotation,
         )  # fmt: skip
 
 

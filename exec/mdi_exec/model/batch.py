@@ -144,7 +144,7 @@ class Batch:
     token_ids int32 [T], positions [T], seq_of_row [T], starts [n] (first new position), cu_q [n+1]
     (first row), k_len [n], block_tables int32 [n, max_blocks] padded with block 0, slots [n],
     given_len [n] (see `BatchItem`), logit_rows [m], window_from [n] (first position a window may
-    see), is_image bool [T] or None.
+    see), is_image bool [T] or None. `one_per_seq`: every sequence has exactly one row.
     `max_k` bounds the contexts, tokens: the longest one, or for a captured graph the longest there
     may be. `cut` holds the tensors of the batch behind bounded replay's cut, None without one.
     """
@@ -161,6 +161,7 @@ class Batch:
     logit_rows: Tensor
     window_from: Tensor
     max_k: int
+    one_per_seq: bool = False
     is_image: Tensor | None = None
     cut: Mapping[str, Tensor] | None = None
 
@@ -213,7 +214,9 @@ class Batch:
         own = {name: tensors[name] for name in host.arrays if not name.startswith("cut.")}
         cut = {name[4:]: tensors[name] for name in host.arrays if name.startswith("cut.")}
         bound = host.max_k if max_k is None else max_k
-        return cls(**own, max_k=bound, is_image=is_image, cut=cut if host.is_cut else None)
+        one_per_seq = len(host.arrays["positions"]) == len(host.arrays["k_len"])  # none has none
+        return cls(**own, max_k=bound, one_per_seq=one_per_seq, is_image=is_image,
+                   cut=cut if host.is_cut else None)  # fmt: skip
 
     def consumer_rows(self) -> tuple["Batch", Tensor]:
         """Cut to the rows bounded replay keeps: the smaller batch, and its rows' numbers here.
@@ -225,5 +228,6 @@ class Batch:
         arrays: dict[str, Any] = dict(self.cut)
         rows = arrays.pop("rows")
         is_image = None if self.is_image is None else self.is_image[rows]
-        cut = replace(self, token_ids=self.token_ids[rows], is_image=is_image, cut=None, **arrays)
+        cut = replace(self, token_ids=self.token_ids[rows], is_image=is_image, cut=None,
+                      one_per_seq=False, **arrays)  # fmt: skip
         return cut, rows

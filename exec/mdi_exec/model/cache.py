@@ -55,6 +55,11 @@ class CacheLayout:
             return 0
         return self.config.engram_max_ngram_size - 1 + self.max_backtrack
 
+    @property
+    def ring_rows(self) -> tuple[int, ...]:
+        """Positions that the rings of a slot keep: windows, unfinished pairs, Engram's ids."""
+        return self.window_rows, 1 + self.max_backtrack, self.history_rows
+
     def ratio(self, source: int) -> int:
         return self.config.compress_ratios[source]
 

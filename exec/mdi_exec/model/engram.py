@@ -14,8 +14,10 @@ from mdi_exec.model.config import LayerPlan, ModelConfig, require
 from mdi_exec.model.linear import QLinear
 from mdi_exec.model.step_context import StepContext
 from mdi_exec.model.weights import Weights
-from mdi_exec.ops.engram import BLOCKED, engram_add, engram_rows
+from mdi_exec.numerics import Numerics
+from mdi_exec.ops.engram import BLOCKED, engram_add, engram_rows, ids_before
 from mdi_exec.ops.quantise import Quantised, dequantise, quantise_activation
+from mdi_exec.ops.row_pool import RowPool, window_format
 from mdi_exec.ranks.collectives import pack, unpack
 from mdi_exec.ranks.exchange import NO_EXCHANGE, ExpertExchange
 
@@ -108,11 +110,10 @@ class EngramIds:
         ids = self.token_map[batch.token_ids]
         if batch.is_image is not None:
             ids = ids.masked_fill(batch.is_image, BLOCKED)
-        ring, history = ctx.ring(length), ctx.cache.engram_ids
-        rows, exists = ctx.look_back(self.depth, length)
-        seen = torch.cat((history[ring.kept].to(torch.int64), ids))[rows]
-        history[ring.target] = ids.to(torch.int32)
-        return seen.masked_fill(~exists, BLOCKED)
+        history = ctx.cache.engram_ids
+        seen = ids_before(ids, history.view(-1, length), ctx.tables, self.depth)
+        history[ctx.target(length)] = ids.to(torch.int32)
+        return seen
 
 
 class Engram:
@@ -131,6 +132,7 @@ class Engram:
             table.own_rows("weight", hashes.num_rows, head_dim),
             table.own_rows("scale", hashes.num_rows, head_dim // 32),
         )
+        self.pool = RowPool.of(self.table, window_format(head_dim, Numerics.QUANTISED))
         self.rows_per_rank = weights.shard.rows_per_rank(hashes.num_rows)
         self.multipliers = hashes.multipliers.to(weights.device)
         self.primes = hashes.primes.to(weights.device)
@@ -149,19 +151,17 @@ class Engram:
     ) -> Tensor:
         """Return one key per stream and the shared value, [T, (n+1)D], for rows [T, columns]."""
         if exchange.size == 1:
-            found = dequantise(self._read(rows), dtype).flatten(1).to(rows.device)
+            found = self.pool.gather(rows.to(self.table.codes.device)).flatten(1)
+            found = found.to(rows.device, dtype)
         else:
             answers = exchange.look_up(rows, self.rows_per_rank, self._read_bytes)
             stored = Quantised(*unpack(answers, *self.table))
             found = torch.unflatten(dequantise(stored, dtype), 0, rows.shape).flatten(1)
         return self.wkv(quantise_activation(found))
 
-    def _read(self, rows: Tensor) -> Quantised:
-        return self.table.rows(rows.to(self.table.codes.device))
-
     def _read_bytes(self, rows: Tensor) -> Tensor:
         """Return the codes and scales of own rows [n] as bytes, uint8 [n, B]."""
-        return pack(*self._read(rows)).to(rows.device)
+        return pack(*self.table.rows(rows.to(self.table.codes.device))).to(rows.device)
 
     def __call__(
         self, streams: Tensor, ids: Tensor, pad_id: int, exchange: ExpertExchange = NO_EXCHANGE

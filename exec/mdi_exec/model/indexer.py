@@ -16,15 +16,14 @@ from mdi_exec.model.ranges import in_range
 from mdi_exec.model.step_context import StepContext
 from mdi_exec.model.weights import Weights
 from mdi_exec.ops.backend import runs_kernels
+from mdi_exec.ops.gemm import add_parts
 from mdi_exec.ops.index_scores import Listed, PagedRows, score_entries
-from mdi_exec.ops.quantise import Quantised, round_fp4
-from mdi_exec.ops.rope import rotate
-from mdi_exec.ops.row_pool import store_rows
+from mdi_exec.ops.quantise import Quantised
+from mdi_exec.ops.rope import rotate_round
 from mdi_exec.ops.top_entries import candidate_blocks, top_visible
 
-# Scored columns come in whole tiles, and rows in blocks that bound what is held at once: scores on
-# a GPU; references also gather every key they score.
-COLUMN_TILE = 64
+# Rows are scored in blocks that bound what is held at once: scores on a GPU; references also gather
+# every key they score.
 MAX_SCORES = 2**27
 MAX_GATHERED_VALUES = 2**25
 
@@ -38,8 +37,8 @@ class IndexKeys:
         self.norm = RmsNorm(weights, "k_norm", config.index_head_dim, config.rms_norm_eps)
 
     def __call__(self, latents: Latents, ctx: StepContext) -> None:
-        keys = rotate(self.norm(self.wk(latents.values)), latents.rotation)
-        store_rows(ctx.cache.keys[self.plan.index], latents.groups.entry, keys)
+        groups, pool = latents.groups, ctx.cache.keys[self.plan.index]
+        self.norm.store(self.wk.partial(latents.values), groups.rotation, pool, groups.entry)
 
 
 class Indexer:
@@ -69,34 +68,31 @@ class Indexer:
             blocks.append(kept)
         ctx.selected = torch.cat(chosen) if len(chosen) > 1 else chosen[0]
         if self.plan.is_candidate_source:
-            ctx.candidates = torch.cat([b for b in blocks if b is not None])
+            found = [part for part in blocks if part is not None]
+            ctx.candidates = torch.cat(found) if len(found) > 1 else found[0]
 
     def queries(self, qr: Quantised | Tensor, ctx: StepContext) -> Tensor:
         """Return rounded index queries [T, H, d]."""
         q = torch.unflatten(self.wq_b(qr), 1, self.head_shape)
-        q = rotate(q, ctx.rotation(self.plan.ratio))
-        return q if q.dtype == torch.float32 else round_fp4(q)
+        return rotate_round(q, ctx.rotation(self.plan.ratio))
 
     def head_weights(self, a_in: Tensor) -> Tensor:
         """Return scaled head weights [T, H]; they may be negative."""
         scale = self.config.index_head_dim**-0.5 * self.config.index_n_heads**-0.5
-        weights: Tensor = self.weights_proj(a_in) * scale
-        return weights
+        return add_parts(self.weights_proj.partial(a_in), scale)
 
     def num_columns(self, ctx: StepContext) -> int:
         """Columns to score: all entries of the longest context, or all candidates, in tiles."""
         if self.plan.uses_candidates:
             assert ctx.candidates is not None, "the candidate source runs before its users"
             return ctx.candidates.shape[1] * self.config.candidate_block_size
-        entries = ctx.batch.max_k // self.plan.ratio
-        return max(1, -(-entries // COLUMN_TILE)) * COLUMN_TILE
+        return ctx.num_columns(self.plan.ratio)
 
     def listed(self, ctx: StepContext, rows: slice) -> Listed | None:
         """The blocks that rows may choose from; None = all entries."""
         if not self.plan.uses_candidates:
             return None
-        assert ctx.candidates is not None, "the candidate source runs before its users"
-        return Listed(ctx.candidates[rows], self.config.candidate_block_size)
+        return ctx.listed(rows, self.config.candidate_block_size)
 
     def scores(
         self, queries: Tensor, head_weights: Tensor, pages: PagedRows, listed: Listed | None,
@@ -118,10 +114,9 @@ class Indexer:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the best entries' rows, int32 [R, topk], and a candidate source's blocks."""
         config, visible = self.config, pages.visible
-        limit = visible if listed is None else listed.num_columns(visible)
+        limit = visible if listed is None else listed.limit
         columns = top_visible(scores, limit, config.index_topk)
-        entries = columns.to(torch.int64) if listed is None else listed.entries(columns)
-        selected = ctx.selected_rows(self.plan.ratio, pages, entries)
+        selected = ctx.selected_rows(self.plan.ratio, pages, columns, listed)
         if not self.plan.is_candidate_source:
             return selected, None
         return selected, candidate_blocks(

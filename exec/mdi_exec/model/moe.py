@@ -19,8 +19,8 @@ from mdi_exec.ops.expert_gemm import expert_gemm, tile_rows
 from mdi_exec.ops.folding import FoldedWeight, fold_rows
 from mdi_exec.ops.gemm import quantised_gemm
 from mdi_exec.ops.quantise import Quantised, quantise_activation_ref
-from mdi_exec.ops.routing import combine, group_own_rows, group_rows, route
-from mdi_exec.ops.swiglu import swiglu_quantise
+from mdi_exec.ops.routing import combine, group_tokens, route
+from mdi_exec.ops.swiglu import RowWeights, swiglu_quantise
 
 
 class Router:
@@ -42,7 +42,7 @@ class Router:
         bias = self.bias
         if is_image is not None:
             bias = torch.where(is_image.unsqueeze(1), self.image_bias, self.bias)
-        return route(self.gate.float32(f_in), bias, self.k, self.scale)
+        return route(self.gate.partial(f_in), bias, self.k, self.scale)
 
 
 class Moe:
@@ -95,15 +95,13 @@ class Moe:
 
         Rows for experts of other ranks come last, and what stands there means nothing.
         """
-        group = group_rows if self.num_ranks == 1 else group_own_rows
         tile = tile_rows(x, experts.numel() // self.num_ranks, self.num_own)
-        groups = group(experts, self.num_own, tile)
+        groups, rows = group_tokens(self._operand(x), experts, self.num_own, tile,
+                                    some_elsewhere=self.num_ranks > 1)  # fmt: skip
         ctx.note_expert_counts(groups.counts)
-        token = groups.order // weights.shape[1]
-        x = self._operand(x)
-        rows = x.rows(token) if isinstance(x, Quantised) else x[token]
         gate, up = expert_gemm(rows, self.w13, groups, tile).chunk(2, dim=1)
-        hidden = swiglu_quantise(gate, up, self.limit, weights.flatten()[groups.order])
+        row_weights = RowWeights(weights.flatten(), groups.order)
+        hidden = swiglu_quantise(gate, up, self.limit, row_weights)
         return expert_gemm(self._operand(hidden), self.w2, groups, tile), groups.position
 
     def _operand(self, x: Quantised | Tensor) -> Quantised | Tensor:

@@ -10,22 +10,14 @@ import torch
 from torch import Tensor
 
 from mdi_exec.model.config import ModelConfig
-from mdi_exec.ops.elementwise import rounded_once
-from mdi_exec.ops.rope import Rotation
 
 
 class RopeTables:
-    """Frequencies float32 [r/2] of both tables, on one device."""
+    """Frequencies float32 [2, r/2], the plain table's and the YaRN one's, on one device."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        self.plain = _frequencies(config.rope_theta, config.qk_rope_head_dim).to(device)
-        self.yarn = yarn_frequencies(config).to(device)
-
-    def rotation(self, positions: Tensor, ratio: int) -> Rotation:
-        """Return the rotation of `positions` [T] in a layer of this compress ratio."""
-        frequencies = self.yarn if ratio else self.plain
-        angles = positions.to(torch.float32).unsqueeze(1) * frequencies
-        return Rotation(rounded_once(torch.cos, angles), rounded_once(torch.sin, angles))
+        plain = _frequencies(config.rope_theta, config.qk_rope_head_dim)
+        self.frequencies = torch.stack((plain, yarn_frequencies(config))).to(device)
 
 
 def _frequencies(theta: float, width: int) -> Tensor:

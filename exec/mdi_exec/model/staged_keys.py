@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mdi_exec.model.batch import Batch
 from mdi_exec.model.cache import DeviceCache
-from mdi_exec.ops.index_scores import PagedRows
 from mdi_exec.ops.row_pool import RowPool
 from mdi_exec.ops.sparse_attention import KEY_BLOCK, NO_COLUMN, can_stage
 
@@ -59,12 +58,6 @@ class StagedKeys:
         if not is_worth_it(batch.num_rows, batch.num_seqs, count, config.index_topk):
             return None
         return count if can_stage(self._like()) else None
-
-    def rows(self, pages: PagedRows, entries: Tensor) -> Tensor:
-        """Staged rows, int64 like entries [T, M]; -1 stays -1."""
-        per_seq = pages.block_tables.shape[1] * pages.per_block
-        start = pages.seq.to(torch.int64).unsqueeze(1) * per_seq
-        return (entries + start).masked_fill(entries < 0, -1)
 
     def keys(self, source: int | None, entries: int, window: RowPool) -> Tensor:
         """Return decoded keys: `source`'s entries, decoded when it is new here, then the window."""

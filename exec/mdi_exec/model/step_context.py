@@ -9,40 +9,37 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mdi_exec.model.batch import Batch
+from mdi_exec.model.batch import BLOCK_TOKENS, Batch
 from mdi_exec.model.cache import DeviceCache
 from mdi_exec.model.rope import RopeTables
 from mdi_exec.model.staged_keys import StagedKeys
-from mdi_exec.ops.index_scores import PagedRows
+from mdi_exec.ops.index_scores import Listed, PagedRows, selected_rows
 from mdi_exec.ops.rope import Rotation
-from mdi_exec.ops.sparse_attention import NO_COLUMN, NONE
+from mdi_exec.ops.step_rows import (
+    PLAIN,
+    RATIOS,
+    YARN,
+    YARN_PAIR,
+    StepRows,
+    StepShape,
+    StepTables,
+    step_rows,
+)
 from mdi_exec.ranks.exchange import NO_EXCHANGE, ExpertExchange
 
-
-class RingRows(NamedTuple):
-    """Rows of a slot ring in one step, for a ring of R positions.
-
-    kept [n * R]: pool rows of the batch's sequences; new rows count from n * R on. target [T]: pool
-    row to which each row of the step goes. Every row is written, so that nothing depends on how
-    many of a chunk's rows outlive it: those that do not go to the reserved slot 0.
-    """
-
-    kept: Tensor
-    target: Tensor
+# Scored columns come in whole tiles.
+COLUMN_TILE = 64
 
 
 class GroupRows(NamedTuple):
     """The group of r tokens that ends at each row of the step, at one ratio r.
 
-    members [T, r]: rows of its tokens among kept and new ones (see `RingRows`). first_position [T].
-    is_complete bool [T]: the row really ends a group. entry [T]: pool row of the new entry; rows
-    that end no group compute one all the same, and put it into row 0, of the reserved block 0.
+    entry int64 [T]: pool row of the new entry; rows that end no group compute one all the same, and
+    put it into row 0, of the reserved block 0. rotation: of the groups' first positions.
     """
 
-    members: Tensor
-    first_position: Tensor
-    is_complete: Tensor
     entry: Tensor
+    rotation: Rotation
 
 
 class StepContext:
@@ -50,8 +47,10 @@ class StepContext:
 
     selected [T, topk]: rows of the entries the last index source chose, -1 = none; of the pool, or
     of `staged` where that stages a ratio's entries.
-    candidates [T, C]: blocks of entries the candidate source kept, or None. `expert_counts`, when
-    given, collects each layer's rows per own expert. `exchange` leads to other ranks' experts.
+    candidates [T, C]: blocks of entries the candidate source kept, or None. `reads_ring`: rows read
+    their window from the slot's ring, once their own keys are there. That needs one row a sequence:
+    a longer chunk overwrites what its first rows still see. `expert_counts`, when given, collects
+    each layer's rows per own expert. `exchange` leads to other ranks' experts.
     Nothing here makes the host wait for the device.
     """
 
@@ -61,37 +60,24 @@ class StepContext:
     ) -> None:  # fmt: skip
         self.batch = batch
         self.cache = cache
-        self.ropes = ropes
         self.selected: Tensor | None = None
         self.candidates: Tensor | None = None
         self.expert_counts = expert_counts
         self.exchange = exchange
-        self._pages: dict[int, PagedRows] = {}  # by ratio
-        self._rotations = {r: ropes.rotation(batch.positions, r) for r in (0, 1)}
-        window = cache.layout.config.sliding_window
-        first = torch.maximum(
-            batch.positions - (window - 1), batch.window_from[batch.seq_of_row]
-        ).clamp(min=0)
-        targets = first.unsqueeze(1) + torch.arange(window, device=batch.device)
-        rows = self._rows_of(targets, batch.seq_of_row, cache.layout.window_rows)
-        is_seen = targets <= batch.positions.unsqueeze(1)
-        rows = rows.masked_fill(~is_seen, NONE)
-        self.window_rows = rows.masked_fill(self._is_no_column(window), NO_COLUMN).to(torch.int32)
-        self.window_ring = self.ring(cache.layout.window_rows)
+        self.reads_ring = batch.one_per_seq
+        self.tables = StepTables(*(getattr(batch, name) for name in StepTables._fields))
+        layout, config = cache.layout, cache.layout.config
+        self.rings = layout.ring_rows
+        source = config.candidate_source_layer_id
+        ratio = 1 if source is None else layout.ratio(source)
+        size = config.candidate_block_size
+        most = min(-(-self.num_columns(ratio) // size), config.candidate_topk_blocks)
+        shape = StepShape(config.sliding_window, self.rings, self.reads_ring, BLOCK_TOKENS, size,
+                          ratio, most)  # fmt: skip
+        self.rows: StepRows = step_rows(self.tables, shape, ropes.frequencies)
+        self.window_rows = self.rows.window_rows
         self.staged = StagedKeys(batch, cache, self.window_rows)
-
-    def _is_no_column(self, window: int) -> Tensor:
-        """Say where a row's list of window keys has ended, bool [T, W].
-
-        The released model lists min(prompt, window) keys for the rows of a prompt, `window` for
-        those after it; selected entries follow, so the list decides which blocks of the softmax
-        they fall into. It counts the prompt as the request came: then a row is the same whatever
-        chunk it is in, and when a preempted sequence is computed again.
-        """
-        given = self.batch.given_len[self.batch.seq_of_row]
-        is_short = (self.batch.positions < given) & (given < window)
-        columns = torch.where(is_short, given, window)
-        return torch.arange(window, device=self.batch.device) >= columns.unsqueeze(1)
+        self._window: tuple[Tensor, Tensor] | None = None
 
     def note_expert_counts(self, counts: Tensor) -> None:
         """Keep a layer's rows per expert, int32 [E], when someone records them."""
@@ -100,63 +86,55 @@ class StepContext:
 
     def rotation(self, ratio: int) -> Rotation:
         """Rotation of the rows' own positions in a layer of this ratio."""
-        return self._rotations[min(ratio, 1)]
+        return self.rows.rotation(YARN if ratio else PLAIN)
 
-    def ring(self, length: int) -> RingRows:
-        """Rows of a slot ring that keeps `length` positions per sequence."""
-        batch, seq = self.batch, self.batch.seq_of_row
-        offsets = torch.arange(length, device=batch.device)
-        kept = (batch.slots.unsqueeze(1) * length + offsets).flatten()
-        stays = batch.positions >= batch.k_len[seq] - length
-        target = batch.slots[seq] * stays * length + batch.positions % length
-        return RingRows(kept, target)
+    def target(self, length: int) -> Tensor:
+        """Where each row goes in a slot ring of `length` positions, int64 [T].
 
-    def look_back(self, depth: int, length: int) -> tuple[Tensor, Tensor]:
-        """Rows of positions p, p-1, .. p-depth+1 of every row, [T, depth], and which exist.
-
-        `length` is the ring's; it must keep at least depth - 1 positions.
+        Every row is written, so that nothing depends on how many of a chunk's rows outlive it:
+        those that do not go to the reserved slot 0.
         """
-        batch = self.batch
-        targets = batch.positions.unsqueeze(1) - torch.arange(depth, device=batch.device)
-        return self._rows_of(targets, batch.seq_of_row, length), targets >= 0
+        return self.rows.targets[self.rings.index(length)]
 
-    def groups(self, ratio: int, tail_rows: int) -> GroupRows:
-        """Groups of `ratio` tokens by their last row; the tail ring keeps `tail_rows`."""
-        batch, seq = self.batch, self.batch.seq_of_row
-        first = batch.positions - (ratio - 1)
-        targets = first.unsqueeze(1) + torch.arange(ratio, device=batch.device)
-        members = self._rows_of(targets.clamp(min=0), seq, tail_rows)
-        first = first.clamp(min=0)
-        is_complete = batch.positions % ratio == ratio - 1
-        entry = self.pages(ratio).entry_rows((first // ratio).unsqueeze(1)).squeeze(1)
-        return GroupRows(members, first, is_complete, entry * is_complete)
+    def window(self) -> tuple[Tensor, Tensor]:
+        """Where rows do not read the ring: what their window is made of, int64 [n * R] and [T].
 
-    def selected_rows(self, ratio: int, pages: PagedRows, entries: Tensor) -> Tensor:
-        """Rows, as `selected` counts them, of entries [R, M] of some rows; int32."""
-        if self.staged.entries(ratio) is None:
-            return pages.entry_rows(entries).to(torch.int32)
-        return self.staged.rows(pages, entries).to(torch.int32)
+        First come the rings' rows of the batch's sequences, of which these are the numbers, behind
+        them the step's rows, whose places these are.
+        """
+        if self._window is None:
+            on, ring, slots = self.batch.device, self.rings[0], self.batch.slots
+            kept = (slots.unsqueeze(1) * ring + torch.arange(ring, device=on)).flatten()
+            place = torch.arange(len(kept), len(kept) + self.batch.num_rows, device=on)
+            self._window = kept, place
+        return self._window
+
+    def groups(self, ratio: int) -> GroupRows:
+        """Groups of `ratio` tokens by their last row."""
+        which = YARN if ratio == 1 else YARN_PAIR
+        return GroupRows(self.rows.entries[RATIOS.index(ratio)], self.rows.rotation(which))
+
+    def num_columns(self, ratio: int) -> int:
+        """Columns of a row of scores of all entries: those of the longest context, in tiles."""
+        return max(1, -(-(self.batch.max_k // ratio) // COLUMN_TILE)) * COLUMN_TILE
+
+    def listed(self, rows: slice, size: int) -> Listed:
+        """Some rows' candidate blocks of `size` entries."""
+        assert self.candidates is not None, "the candidate source runs before its users"
+        return Listed(self.candidates[rows], size, self.rows.listed[rows])
+
+    def selected_rows(
+        self, ratio: int, pages: PagedRows, columns: Tensor, listed: Listed | None
+    ) -> Tensor:
+        """Rows, as `selected` counts them, of chosen columns int32 [R, M] of some rows."""
+        is_staged = self.staged.entries(ratio) is not None
+        return selected_rows(columns, pages, listed, staged=is_staged)
 
     def pages(self, ratio: int) -> PagedRows:
-        """The step's rows and their sequences' entries, for scoring; made once for each ratio."""
-        batch = self.batch
-        if ratio not in self._pages:
-            place = batch.positions - batch.starts[batch.seq_of_row]
-            self._pages[ratio] = PagedRows(
-                block_tables=batch.block_tables,
-                per_block=self.cache.layout.block_entries(ratio),
-                seq=batch.seq_of_row.to(torch.int32),
-                place=place.to(torch.int32),
-                visible=((batch.positions + 1) // ratio).to(torch.int32),
-                one_per_seq=batch.num_rows == batch.num_seqs,
-            )
-        return self._pages[ratio]
-
-    def _rows_of(self, targets: Tensor, seq: Tensor, length: int) -> Tensor:
-        """Rows of positions `targets` [R, D] of sequences seq [R], among kept and new rows."""
-        batch, column = self.batch, seq.unsqueeze(1)
-        offset = targets - batch.starts[column]
-        new_rows = batch.num_seqs * length + batch.cu_q[column] + offset
-        if length == 0:
-            return new_rows
-        return torch.where(offset >= 0, new_rows, column * length + targets % length)
+        """The step's rows and their sequences' entries, for scoring."""
+        batch, rows = self.batch, self.rows
+        return PagedRows(
+            block_tables=batch.block_tables, per_block=self.cache.layout.block_entries(ratio),
+            seq=rows.seq, place=rows.place, visible=rows.visible[RATIOS.index(ratio)],
+            one_per_seq=batch.one_per_seq,
+        )  # fmt: skip

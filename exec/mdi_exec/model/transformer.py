@@ -25,9 +25,22 @@ from mdi_exec.model.rope import RopeTables
 from mdi_exec.model.step_context import StepContext
 from mdi_exec.model.weights import Weights
 from mdi_exec.numerics import Numerics
-from mdi_exec.ops.hyper_connections import hc_read, hc_read_norm, hc_write
+from mdi_exec.ops.hyper_connections import (
+    HcCoefficients,
+    hc_read,
+    hc_read_norm,
+    hc_write,
+    hc_write_read,
+)
 from mdi_exec.ops.quantise import Quantised
 from mdi_exec.ranks.exchange import NO_EXCHANGE, ExpertExchange, StepRows
+
+
+class SublayerInputs(NamedTuple):
+    """What a sublayer reads from the streams, [T, D]: normed, and the same rounded."""
+
+    normed: Tensor
+    rounded: Quantised | Tensor
 
 
 class Streams(NamedTuple):
@@ -38,6 +51,7 @@ class Streams(NamedTuple):
 
     x: Tensor
     read: Tensor
+    inputs: SublayerInputs | None = None  # of the next sublayer, where they are there already
 
     def rows(self, index: Tensor) -> "Streams":
         return Streams(self.x[index], self.read[index])
@@ -61,29 +75,46 @@ class Layer:
         self.moe = Moe(config, plan, weights.sub("ffn"))
 
     @in_range(_layer_name)
-    def store_entries(self, streams: Streams, ctx: StepContext) -> None:
-        """Compress every row of the step into this layer's cache, if it is a KV source."""
+    def store_entries(self, streams: Streams, ctx: StepContext) -> Streams:
+        """Compress every row of the step into this layer's cache, if it is a KV source.
+
+        Returns the streams with what was read from them for it.
+        """
         if self.plan.owns_compressor:
-            a_in, _ = self.read(streams.x, streams.read, self.attn_norm)
-            self.attention.store_entries(a_in, ctx)
+            inputs = self.attention_inputs(streams)
+            self.attention.store_entries(inputs.normed, ctx)
+            streams = streams._replace(inputs=inputs)
+        return streams
 
     @in_range(_layer_name)
-    def __call__(self, streams: Streams, ctx: StepContext) -> Streams:
-        """Run the layer; its entries must be stored already (docs/model.md)."""
-        coefficients = self.hc_attn(streams.x)
-        a_in, rounded = self.read(streams.x, streams.read, self.attn_norm)
-        x = hc_write(streams.x, self.attention(a_in, rounded, ctx), coefficients)
-        read = coefficients.read
-        coefficients = self.hc_ffn(x)
-        f_in, rounded = self.read(x, read, self.ffn_norm)
-        x = hc_write(x, self.moe(f_in, rounded, ctx), coefficients)
-        return Streams(x, coefficients.read)
+    def __call__(self, streams: Streams, ctx: StepContext, then: RmsNorm | None = None) -> Streams:
+        """Run the layer; its entries must be stored already (docs/model.md).
 
-    @staticmethod
+        `then` is the norm by which the streams are read next, if that is known.
+        """
+        coefficients = self.hc_attn(streams.x)
+        out = self.attention(*self.attention_inputs(streams), ctx)
+        middle = _written(streams.x, out, coefficients, self.ffn_norm)
+        assert middle.inputs is not None
+        coefficients = self.hc_ffn(middle.x)
+        out = self.moe(*middle.inputs, ctx)
+        return _written(middle.x, out, coefficients, then)
+
     @in_range("streams read")
-    def read(x: Tensor, read: Tensor, norm: RmsNorm) -> tuple[Tensor, Quantised | Tensor]:
-        """Return a sublayer's input [T, D], normed, and the same rounded."""
-        return hc_read_norm(x, read, norm.weight, norm.eps)
+    def attention_inputs(self, streams: Streams) -> SublayerInputs:
+        """Return attention's inputs, read from the streams unless they have been."""
+        if streams.inputs is not None:
+            return streams.inputs
+        norm = self.attn_norm
+        return SublayerInputs(*hc_read_norm(streams.x, streams.read, norm.weight, norm.eps))
+
+
+def _written(x: Tensor, out: Tensor, by: HcCoefficients, then: RmsNorm | None) -> Streams:
+    """Write a sublayer's output to streams x, and read them for the next one if it is known."""
+    if then is None:
+        return Streams(hc_write(x, out, by), by.read)
+    x, normed, rounded = hc_write_read(x, out, by, then.weight, then.eps)
+    return Streams(x, by.read, SublayerInputs(normed, rounded))
 
 
 class Transformer:
@@ -177,10 +208,10 @@ class Transformer:
         if watch is not None:
             watch("the embedding", streams.x)
         ids = self.engram_ids(ctx) if self.engram_ids is not None and self.engrams else None
-        for layer in self.layers:
+        for layer, then in zip(self.layers, self._next_norms(), strict=True):
             if ids is not None and layer.plan.engram_index is not None:
                 streams = self.add_engram(layer.plan.index, streams, ids)
-            layer.store_entries(streams, ctx)
+            streams = layer.store_entries(streams, ctx)
             if layer.plan.index == self.config.n_prefill_layer:
                 self.exchange.cut()
                 if batch.cut is not None:
@@ -189,10 +220,17 @@ class Transformer:
                         return self._serve(ctx, streams.x)
                     ctx = StepContext(batch, cache, self.ropes, expert_counts, self.exchange)
                     streams = streams.rows(kept)
-            streams = layer(streams, ctx)
+            streams = layer(streams, ctx, then)
             if watch is not None:
                 watch(f"layer {layer.plan.index}", streams.x)
         return self.logits(streams.rows(batch.logit_rows))
+
+    def _next_norms(self) -> list[RmsNorm | None]:
+        """Return the norm that reads each layer's streams; None where something else comes next."""
+        layers = self.layers
+        found = [None if after.plan.engram_index is not None else after.attn_norm
+                 for after in layers[1:]]  # fmt: skip
+        return [*found, None]
 
     def _serve(self, ctx: StepContext, like: Tensor) -> Tensor:
         """Return no logits, once the other ranks' consumer rows have had this rank's experts."""
@@ -231,7 +269,7 @@ class Transformer:
         """Return the streams with a layer's Engram added; ids [T, N] as `EngramIds` gives them."""
         assert self.engram_ids is not None, "Engram layers come with a token map"
         added = self.engrams[layer](streams.x, ids, self.engram_ids.pad_id, self.exchange)
-        return streams._replace(x=added)
+        return Streams(added, streams.read)
 
     @in_range("head")
     def logits(self, streams: Streams) -> Tensor:

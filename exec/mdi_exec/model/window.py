@@ -10,7 +10,6 @@ from mdi_exec.model.ranges import in_range
 from mdi_exec.model.step_context import StepContext
 from mdi_exec.model.weights import Weights
 from mdi_exec.ops.quantise import Quantised
-from mdi_exec.ops.rope import rotate
 from mdi_exec.ops.row_pool import RowPool
 
 
@@ -24,13 +23,22 @@ class WindowKv:
 
     @in_range("window")
     def __call__(self, x: Quantised | Tensor, ctx: StepContext) -> RowPool:
-        """Return window keys as rows of a pool, n * R + T: those kept from before, then the step's.
+        """Return the pool that `ctx.window_rows` counts in, with the step's keys.
 
-        Modifies the ring, after reading it: a long chunk overwrites what its first rows still see.
+        That is the ring, or what was kept in it before, n * R rows, and the step's T rows behind.
+        The ring gets its rows then, too.
         """
-        pool, ring = ctx.cache.windows[self.plan.index], ctx.window_ring
-        new = pool.encode(rotate(self.norm(self.wkv(x)), ctx.rotation(self.plan.ratio)))
-        codes = torch.cat((pool.codes[ring.kept], new.codes))
-        scales = torch.cat((pool.scales[ring.kept], new.scales))
-        pool.write(ring.target, new)
-        return RowPool.of(Quantised(codes, scales), pool.format)
+        ring, target = ctx.cache.windows[self.plan.index], ctx.target(ctx.rings[0])
+        product, rotation = self.wkv.partial(x), ctx.rotation(self.plan.ratio)
+        if ctx.reads_ring:
+            self.norm.store(product, rotation, ring, target)
+            return ring
+        kept, place = ctx.window()
+        codes, scales = (part.new_empty(len(kept) + len(target), part.shape[1])
+                         for part in (ring.codes, ring.scales))  # fmt: skip
+        torch.index_select(ring.codes, 0, kept, out=codes[: len(kept)])
+        torch.index_select(ring.scales, 0, kept, out=scales[: len(kept)])
+        pool = RowPool.of(Quantised(codes, scales), ring.format)
+        self.norm.store(product, rotation, pool, place)
+        ring.write(target, Quantised(codes[len(kept) :], scales[len(kept) :]))
+        return pool

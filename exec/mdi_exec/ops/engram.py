@@ -1,4 +1,4 @@
-"""Engram's two operations: hashing n-grams to table rows, and gating what was looked up.
+"""Engram's operations: n-grams, hashing them to table rows, and gating what was looked up.
 
 Hashing is exact int64 arithmetic (docs/model.md, 1); the gate is float32.
 """
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mdi_exec.ops.backend import select
 from mdi_exec.ops.elementwise import everywhere
+from mdi_exec.ops.step_rows import StepTables
 
 BLOCKED = -1  # in place of a compressed id: no token there, or an image's
 GATE_FLOOR = 1e-6
@@ -34,8 +35,29 @@ def engram_rows(
     ids int64 [T, N]: compressed ids at shifts 0 .. N-1 back, -1 = blocked. multipliers [N],
     primes and offsets [N-1, heads], all int64. Products stay below 2^63 by construction.
     """
-    run = select(ids, ref=engram_rows_ref)
+    run = select(ids, ref=engram_rows_ref, kernel="engram.engram_rows", dtypes=(torch.int64,))
     return run(ids, pad_id, multipliers, primes, offsets)
+
+
+def ids_before_ref(ids: Tensor, history: Tensor, step: StepTables, depth: int) -> Tensor:
+    slots = step.slots[step.seq_of_row]
+    rows, found = torch.arange(len(ids), device=ids.device), [ids]
+    for back in range(1, depth):
+        at = step.positions - back
+        kept = history[slots, at % history.shape[1]]
+        new = ids[(rows - back).clamp(min=0)]
+        seen = torch.where(at >= step.starts[step.seq_of_row], new, kept.to(torch.int64))
+        found.append(seen.masked_fill(at < 0, BLOCKED))
+    return torch.stack(found, dim=1)
+
+
+def ids_before(ids: Tensor, history: Tensor, step: StepTables, depth: int) -> Tensor:
+    """Return ids int64 [T] at shifts 0 .. depth-1 back, [T, depth]; -1 where no token is.
+
+    history int32 [slots, length] keeps earlier steps' ids, position x at x mod length.
+    """
+    run = select(ids, ref=ids_before_ref, kernel="engram.ids_before", dtypes=(torch.int64,))
+    return run(ids, history, step, depth)
 
 
 def _rstd(values: Tensor) -> Tensor:

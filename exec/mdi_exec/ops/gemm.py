@@ -9,6 +9,7 @@ others a library may split sums differently. Read next: `expert_gemm.py`.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ from mdi_exec.ops.quantise import GROUP, Quantised, dequantise, unpack_e2m1
 from mdi_shared.errors import ConfigError
 
 ROW_TILE = {"cpu": 32, "cuda": 128}
+# A product of few outputs has few blocks: kernels sum it in parts of so many inputs, a block each.
+PART = 640
+WIDE = 4096  # outputs from which there are blocks enough
 # Against a product summed in other blocks than 32: the sums differ in float32's last bits, so a
 # bfloat16 result may differ by one unit in the last place, rarely.
 GEMM_MAX_ULP = 1
@@ -142,6 +146,61 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
     return select(x, ref=matmul_ref, kernel="gemm.matmul")(x, weight)
 
 
+def num_parts(outputs: int, inputs: int) -> int:
+    """Return in how many parts kernels sum a product: the same for any number of rows."""
+    return inputs // PART if outputs < WIDE and inputs % PART == 0 else 1
+
+
+class Partial(NamedTuple):
+    """A product [T, N] not yet added up: float32 parts [S, T, N], to be added in order.
+
+    What comes next adds them up as it reads them, and rounds the sum to `dtype`. Few rows come in
+    `num_parts` parts and many in one, added up already: the sum is the same.
+    """
+
+    parts: Tensor
+    dtype: torch.dtype
+
+    def total(self) -> Tensor:
+        """Return the product, float32 [T, N]."""
+        total = self.parts[0]
+        for part in self.parts[1:]:
+            total = total + part
+        return total
+
+    def rounded(self) -> Tensor:
+        """Return the product in the activations' dtype."""
+        return self.total().to(self.dtype)
+
+    @classmethod
+    def of(cls, product: Tensor) -> "Partial":
+        """Return a product [T, N] that is added up, in float32 or rounded, as one part."""
+        return cls(product.to(torch.float32).unsqueeze(0), product.dtype)
+
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor of the product's dtype, by which to choose what comes next."""
+        return self.parts.new_empty(0, dtype=self.dtype)
+
+
+def partial_matmul_ref(x: Tensor, weight: Tensor) -> Partial:
+    return Partial(matmul_ref(x, weight).unsqueeze(0), x.dtype)
+
+
+def partial_matmul(x: Tensor, weight: Tensor) -> Partial:
+    """Multiply as `matmul` does, for someone who adds up the parts."""
+    return select(x, ref=partial_matmul_ref, kernel="gemm.partial_matmul")(x, weight)
+
+
+def add_parts_ref(product: Partial, scale: float) -> Tensor:
+    return product.rounded() * scale
+
+
+def add_parts(product: Partial, scale: float = 1.0) -> Tensor:
+    """Return `Partial.rounded` times a factor, rounded once more: [T, N]."""
+    return select(product.like, ref=add_parts_ref, kernel="gemm.add_parts")(product, scale)
+
+
 def quantised_gemm_ref(
     x: Quantised | Tensor, weight: QuantisedWeight, groups: int = 1
 ) -> Tensor:  # fmt: skip
@@ -152,6 +211,19 @@ def quantised_gemm_ref(
         torch.unflatten(weight.dequantised(), 0, (groups, -1)), strict=True,
     )  # fmt: skip
     return torch.cat([matmul_ref(part, rows, GROUP) for part, rows in parts], dim=1).to(dtype)
+
+
+def partial_gemm_ref(x: Quantised | Tensor, weight: QuantisedWeight) -> Partial:
+    values = dequantise(x) if isinstance(x, Quantised) else x
+    dtype = torch.float32 if values is x and values.dtype == torch.float32 else torch.bfloat16
+    return Partial(matmul_ref(values, weight.dequantised(), GROUP).unsqueeze(0), dtype)
+
+
+def partial_gemm(x: Quantised | Tensor, weight: QuantisedWeight) -> Partial:
+    """Multiply as `quantised_gemm` does, for someone who adds up the parts."""
+    if isinstance(x, Quantised):
+        return partial_gemm_ref(x, weight)
+    return select(x, ref=partial_gemm_ref, kernel="gemm.partial_gemm")(x, weight)
 
 
 def quantised_gemm(x: Quantised | Tensor, weight: QuantisedWeight, groups: int = 1) -> Tensor:

@@ -184,3 +184,18 @@ def hc_write(streams: Tensor, output: Tensor, coefficients: HcCoefficients) -> T
     """Write a sublayer's output [T, D] back: returns the new streams [T, n, D]."""
     run = select(streams, ref=hc_write_ref, kernel="hyper_connections.hc_write")
     return run(streams, output, coefficients)
+
+
+def hc_write_read_ref(
+    streams: Tensor, output: Tensor, coefficients: HcCoefficients, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Quantised | Tensor]:
+    written = hc_write_ref(streams, output, coefficients)
+    return written, *hc_read_norm_ref(written, coefficients.read, weight, eps)
+
+
+def hc_write_read(
+    streams: Tensor, output: Tensor, coefficients: HcCoefficients, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Quantised | Tensor]:
+    """Do `hc_write`, and `hc_read_norm` of the new streams with the same coefficients."""
+    run = select(streams, ref=hc_write_read_ref, kernel="hyper_connections.hc_write_read")
+    return run(streams, output, coefficients, weight, eps)

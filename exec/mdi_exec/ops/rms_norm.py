@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mdi_exec.ops.backend import select
+from mdi_exec.ops.gemm import Partial
 from mdi_exec.ops.quantise import Quantised, quantise_activation_ref
 
 
@@ -33,3 +34,13 @@ def rms_norm_round(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Quant
     Of float32 x both are the unrounded norm.
     """
     return select(x, ref=rms_norm_round_ref, kernel="norm.rms_norm_round")(x, weight, eps)
+
+
+def rms_norm_round_sum_ref(product: Partial, weight: Tensor, eps: float) -> Quantised | Tensor:
+    return rms_norm_round_ref(product.rounded(), weight, eps)[1]
+
+
+def rms_norm_round_sum(product: Partial, weight: Tensor, eps: float) -> Quantised | Tensor:
+    """Return a product's [T, d] `rms_norm`, rounded as by `quantise_activation`."""
+    kernel = "norm.rms_norm_round_sum"
+    return select(product.like, ref=rms_norm_round_sum_ref, kernel=kernel)(product, weight, eps)

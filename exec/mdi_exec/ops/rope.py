@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mdi_exec.ops.backend import select
+from mdi_exec.ops.quantise import round_fp4_ref
 
 
 class Rotation(NamedTuple):
@@ -36,3 +37,13 @@ def rotate(x: Tensor, rotation: Rotation, *, inverse: bool = False) -> Tensor:
     A kernel rotates in place: x must not be used afterwards.
     """
     return select(x, ref=rotate_ref, kernel="rope.rotate")(x, rotation, inverse)
+
+
+def rotate_round_ref(x: Tensor, rotation: Rotation) -> Tensor:
+    turned = rotate_ref(x, rotation, inverse=False)
+    return turned if x.dtype == torch.float32 else round_fp4_ref(turned)
+
+
+def rotate_round(x: Tensor, rotation: Rotation) -> Tensor:
+    """Return x [T, heads, d] rotated and rounded as `round_fp4` does; float32 is not rounded."""
+    return select(x, ref=rotate_round_ref, kernel="rope.rotate_round")(x, rotation)

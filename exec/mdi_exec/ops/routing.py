@@ -13,6 +13,8 @@ from torch import Tensor
 
 from mdi_exec.ops.backend import select
 from mdi_exec.ops.elementwise import everywhere
+from mdi_exec.ops.gemm import Partial
+from mdi_exec.ops.quantise import Quantised
 
 WEIGHT_EPS = 1e-20
 NO_EXPERT = -1  # the expert of a tile that is not needed
@@ -43,8 +45,8 @@ def max_tiles(num_rows: int, num_experts: int, tile: int) -> int:
     return min(num_experts, num_rows) + num_rows // tile
 
 
-def route_ref(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
-    scores = everywhere(torch.nn.functional.softplus, logits).sqrt()
+def route_ref(logits: Partial, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+    scores = everywhere(torch.nn.functional.softplus, logits.total()).sqrt()
     chosen = torch.sort(scores + bias, dim=1, descending=True, stable=True).indices[:, :k]
     weights = scores.gather(1, chosen)
     weights = weights / (weights.sum(dim=1, keepdim=True) + WEIGHT_EPS) * scale
@@ -52,14 +54,14 @@ def route_ref(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tenso
     return experts.to(torch.int32), weights.gather(1, order)
 
 
-def route(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+def route(logits: Partial, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
     """Choose k experts a token: experts int32 [T, k], ascending, and their weights float32 [T, k].
 
-    logits float32 [T, E]; bias float32 [E] or, one for each token, [T, E]. Experts are chosen by
-    sqrt(softplus(logit)) + bias, equal ones by the lower id, and weighted without the bias: a
-    token's weights add up to `scale`.
+    logits [T, E] count unrounded; bias float32 [E] or, one for each token, [T, E]. Experts are
+    chosen by sqrt(softplus(logit)) + bias, equal ones by the lower id, and weighted without the
+    bias: a token's weights add up to `scale`.
     """
-    run = select(logits, ref=route_ref, kernel="routing.route", dtypes=(torch.float32,))
+    run = select(logits.parts, ref=route_ref, kernel="routing.route", dtypes=(torch.float32,))
     return run(logits, bias, k, scale)
 
 
@@ -91,19 +93,14 @@ def group_rows(experts: Tensor, num_experts: int, tile: int) -> RowGroups:
     experts int32 or int64 [T, k], each between 0 and num_experts - 1.
     """
     run = select(
-        experts, ref=group_rows_ref, kernel="routing.group_rows",
+        experts, ref=group_rows_ref, kernel="grouping.group_rows",
         dtypes=(torch.int32, torch.int64),
     )  # fmt: skip
     return run(experts, num_experts, tile)
 
 
-def group_own_rows(experts: Tensor, num_experts: int, tile: int) -> RowGroups:
-    """Do `group_rows` for a rank that holds `num_experts` of all experts.
-
-    experts [T, k] between 0 and num_experts, the latter standing for those on other ranks. Their
-    rows come last, in no tile and no count: a grouped product leaves their results undefined.
-    """
-    groups = group_rows(experts, num_experts + 1, tile)
+def _own(groups: RowGroups, num_experts: int) -> RowGroups:
+    """Leave the last expert out, who stands for others."""
     is_own = groups.tile_expert < num_experts
     return groups._replace(
         counts=groups.counts[:-1],
@@ -111,6 +108,30 @@ def group_own_rows(experts: Tensor, num_experts: int, tile: int) -> RowGroups:
         tile_expert=groups.tile_expert.where(is_own, NO_EXPERT),
         tile_start=groups.tile_start.where(is_own, 0),
     )
+
+
+def group_tokens_ref(
+    x: Quantised | Tensor, experts: Tensor, num_experts: int, tile: int
+) -> tuple[RowGroups, Quantised | Tensor]:
+    groups = group_rows(experts, num_experts, tile)
+    tokens = groups.order // experts.shape[1]
+    return groups, x.rows(tokens) if isinstance(x, Quantised) else x[tokens]
+
+
+def group_tokens(
+    x: Quantised | Tensor, experts: Tensor, num_experts: int, tile: int, *, some_elsewhere: bool
+) -> tuple[RowGroups, Quantised | Tensor]:
+    """Do `group_rows`, and return the token x [T, D] of every sorted row, [T * k, D].
+
+    With `some_elsewhere` this rank holds `num_experts` of all experts, and that number stands for
+    those on other ranks. Their rows come last, in no tile and no count: a grouped product leaves
+    their results undefined.
+    """
+    run = group_tokens_ref
+    if isinstance(x, Tensor):
+        run = select(x, ref=group_tokens_ref, kernel="grouping.group_tokens")
+    groups, rows = run(x, experts, num_experts + some_elsewhere, tile)
+    return (_own(groups, num_experts) if some_elsewhere else groups), rows
 
 
 def combine_ref(routed: Tensor, position: Tensor, shared: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mdi_exec.ops.backend import runs_kernels, select
 from mdi_exec.ops.elementwise import everywhere
+from mdi_exec.ops.rope import Rotation, rotate_ref
 from mdi_exec.ops.row_pool import RowPool
 
 KEY_BLOCK = 64
@@ -56,7 +57,13 @@ def sparse_attention_ref(
     *,
     entries: RowPool | None,
     entry_rows: Tensor | None,
+    rotation: Rotation | None,
 ) -> Tensor:
+    if rotation is not None:
+        turned = rotate_ref(q, rotation, inverse=False)
+        found = sparse_attention_ref(turned, window, window_rows, sink, entries=entries,
+                                     entry_rows=entry_rows, rotation=None)  # fmt: skip
+        return rotate_ref(found, rotation, inverse=True)
     num_keys = window_rows.shape[1] + (0 if entry_rows is None else entry_rows.shape[1])
     step = max(1, MAX_GATHERED_VALUES // (num_keys * q.shape[-1]))
     out = torch.empty_like(q)
@@ -81,6 +88,7 @@ def sparse_attention(
     *,
     entries: RowPool | None = None,
     entry_rows: Tensor | None = None,
+    rotation: Rotation | None = None,
 ) -> Tensor:
     """Attend each query over its window and its selected entries.
 
@@ -88,10 +96,12 @@ def sparse_attention(
     sees; entry_rows int32 [T, K] are rows of the pool `entries` (both None in window-only layers);
     -1 = none. Trailing columns of -2 are not in a row's list of keys at all: entries follow before
     them, and blocks of the softmax fall accordingly (kernels count them as -1). sink float32 [H].
-    Returns [T, H, d] in q's dtype, still rotated by the query's position.
+    Returns [T, H, d] in q's dtype. With a `rotation`, queries are rotated first, and the result is
+    rotated back; without one they are what they should be, and the result is still rotated.
     """
     run = select(q, ref=sparse_attention_ref, kernel="sparse_attention.sparse_attention")
-    return run(q, window, window_rows, sink, entries=entries, entry_rows=entry_rows)
+    return run(q, window, window_rows, sink, entries=entries, entry_rows=entry_rows,
+               rotation=rotation)  # fmt: skip
 
 
 def can_stage(q: Tensor) -> bool:

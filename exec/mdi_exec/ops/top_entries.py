@@ -52,6 +52,7 @@ def candidate_blocks_ref(scores: Tensor, visible: Tensor, block_size: int, k: in
     padding = -scores.shape[1] % block_size
     masked = torch.nn.functional.pad(masked, (0, padding), value=-torch.inf)
     block_scores = torch.unflatten(masked, 1, (-1, block_size)).amax(dim=2)
+    block_scores = block_scores.clamp(max=torch.finfo(scores.dtype).max)  # below the newest one's
     blocks = torch.arange(block_scores.shape[1], device=scores.device)
     newest = ((visible - 1) // block_size).unsqueeze(1)
     block_scores = block_scores.masked_fill(blocks == newest, torch.inf)

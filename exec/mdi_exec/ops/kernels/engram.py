@@ -9,9 +9,10 @@ import tilelang.language as T
 import torch
 from torch import Tensor
 
-from mdi_exec.ops.engram import GATE_FLOOR, STATISTIC_EPS
+from mdi_exec.ops.engram import BLOCKED, GATE_FLOOR, STATISTIC_EPS
 from mdi_exec.ops.kernels.jit import Sample, compiled
 from mdi_exec.ops.kernels.lanes import WARP
+from mdi_exec.ops.step_rows import StepTables
 
 VECTOR = 8  # bfloat16 values of a 16-byte access
 MOST_THREADS = 128
@@ -126,8 +127,99 @@ def engram_add(
     return out
 
 
-SAMPLES = tuple(
-    Sample(engram_add_program, (4, width, has_gaps))
-    for width in (5120, 128)
-    for has_gaps in (False, True)
+def ids_before_program(depth: int, length: int):
+    """Look up to depth - 1 ids back from each token; a thread an id."""
+    tokens, seqs, slots = T.dynamic("tokens"), T.dynamic("seqs"), T.dynamic("num_slots")
+
+    @T.prim_func
+    def ids_before_kernel(
+        ids: T.Tensor((tokens,), "int64"),
+        history: T.Tensor((slots, length), "int32"),
+        positions: T.Tensor((tokens,), "int64"),
+        seq_of_row: T.Tensor((tokens,), "int64"),
+        starts: T.Tensor((seqs,), "int64"),
+        slot_of_seq: T.Tensor((seqs,), "int64"),
+        out: T.Tensor((tokens, depth), "int64"),
+    ):
+        with T.Kernel(T.ceildiv(tokens * depth, MOST_THREADS), threads=MOST_THREADS) as block:
+            token = (block * MOST_THREADS + T.get_thread_binding()) // depth
+            back = (block * MOST_THREADS + T.get_thread_binding()) % depth
+            at, found = T.alloc_var("int64"), T.alloc_var("int64")
+            if token < tokens:
+                at = positions[token] - back
+                found = BLOCKED
+                if at >= T.int64(0):
+                    if at >= starts[seq_of_row[token]]:
+                        found = ids[token - back]
+                    else:
+                        found = T.cast(
+                            history[slot_of_seq[seq_of_row[token]], at % length], "int64"
+                        )
+                out[token, back] = found
+
+    return ids_before_kernel
+
+
+def ids_before(ids: Tensor, history: Tensor, step: StepTables, depth: int) -> Tensor:
+    """Launch `ids_before_program`; see `ops.engram.ids_before`."""
+    out = ids.new_empty(len(ids), depth)
+    if len(ids):
+        compiled(ids_before_program, depth, history.shape[1])(
+            ids, history, step.positions, step.seq_of_row, step.starts, step.slots, out
+        )
+    return out
+
+
+def engram_rows_program(depth: int, heads: int, pad_id: int):
+    """Hash each token's n-grams of 2 to `depth` ids, for every head; a thread a row number."""
+    tokens, sizes = T.dynamic("tokens"), depth - 1
+    columns = sizes * heads
+
+    @T.prim_func
+    def engram_rows_kernel(
+        ids: T.Tensor((tokens, depth), "int64"),
+        multipliers: T.Tensor((depth,), "int64"),
+        primes: T.Tensor((sizes, heads), "int64"),
+        offsets: T.Tensor((sizes, heads), "int64"),
+        out: T.Tensor((tokens, columns), "int64"),
+    ):
+        with T.Kernel(T.ceildiv(tokens * columns, MOST_THREADS), threads=MOST_THREADS) as block:
+            at = block * MOST_THREADS + T.get_thread_binding()
+            token, size, head = at // columns, at % columns // heads, at % heads
+            mixed, known = T.alloc_var("int64"), T.alloc_var("int32")
+            if token < tokens:
+                known = 1  # sticky: what lies behind a gap is not seen
+                mixed = 0
+                for back in T.unroll(depth):
+                    if ids[token, back] == BLOCKED:
+                        known = 0
+                    if back <= size + 1:
+                        mixed = mixed ^ (
+                            T.if_then_else(known == 1, ids[token, back], T.int64(pad_id))
+                            * multipliers[back]
+                        )
+                out[token, at % columns] = mixed % primes[size, head] + offsets[size, head]
+
+    return engram_rows_kernel
+
+
+def engram_rows(
+    ids: Tensor, pad_id: int, multipliers: Tensor, primes: Tensor, offsets: Tensor
+) -> Tensor:
+    """Launch `engram_rows_program`; see `ops.engram.engram_rows`."""
+    out = ids.new_empty(len(ids), primes.numel())
+    if len(ids):
+        run = compiled(engram_rows_program, ids.shape[1], primes.shape[1], pad_id)
+        run(ids.contiguous(), multipliers, primes, offsets, out)
+    return out
+
+
+SAMPLES = (
+    *(
+        Sample(engram_add_program, (4, width, has_gaps))
+        for width in (5120, 128)
+        for has_gaps in (False, True)
+    ),
+    Sample(ids_before_program, (4, 3)),
+    Sample(engram_rows_program, (4, 8, 2)),
 )

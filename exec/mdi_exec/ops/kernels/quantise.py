@@ -114,6 +114,17 @@ def fp4_codes(values, codes, exponent, scale):
 
 
 @T.macro
+def round_values_fp4(values, rounded):
+    """Round a thread's 8 float32 values (QI) to 8 bfloat16 ones."""
+    codes = T.alloc_local((CHUNK,), "uint32")
+    exponent = T.alloc_local((1,), "uint32")
+    scale = T.alloc_local((1,), "float32")
+    fp4_codes(values, codes, exponent, scale)
+    for i in T.unroll(CHUNK):
+        rounded[i] = T.cast(e2m1_value(codes[i]) * scale[0], "bfloat16")
+
+
+@T.macro
 def fp4_e4m3_codes(values, codes, scale_code):
     """4-bit codes (uint32) of a thread's 8 values, and their group's E4M3 scale (2 lanes)."""
     amax = T.alloc_local((1,), "float32")
@@ -216,12 +227,7 @@ def round_groups(form: str):
             if form == FP8:
                 round_fp8(values, rounded)
             else:
-                codes = T.alloc_local((CHUNK,), "uint32")
-                exponent = T.alloc_local((1,), "uint32")
-                scale = T.alloc_local((1,), "float32")
-                fp4_codes(values, codes, exponent, scale)
-                for i in T.unroll(CHUNK):
-                    rounded[i] = T.cast(e2m1_value(codes[i]) * scale[0], "bfloat16")
+                round_values_fp4(values, rounded)
             if chunk < groups * lanes:
                 for i in T.vectorized(CHUNK):
                     out[chunk // lanes, chunk % lanes * CHUNK + i] = rounded[i]

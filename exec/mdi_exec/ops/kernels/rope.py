@@ -1,10 +1,13 @@
 """Rotary embedding in place: only the rotated tail of each vector is read and written."""
 
 import tilelang.language as T
+import torch
 from torch import Tensor
 
 from mdi_exec.ops.kernels.jit import Sample, compiled
 from mdi_exec.ops.kernels.lanes import CHUNK, FLAT_THREADS, require_multiple
+from mdi_exec.ops.kernels.quantise import round_values_fp4
+from mdi_exec.ops.quantise import GROUP
 from mdi_exec.ops.rope import Rotation
 
 PAIRS = CHUNK // 2
@@ -24,6 +27,18 @@ def turn(raw, cosines, sines, inverse):
         turned[2 * i + 1] = T.ieee_add(T.ieee_mul(even[0], sine), T.ieee_mul(odd[0], cosines[i]))
     for i in T.vectorized(CHUNK):
         raw[i] = T.cast(turned[i], "bfloat16")
+
+
+@T.macro
+def rotate_chunk(cos, sin, row, pair, values):
+    """Rotate 8 bfloat16 values, the first of which belongs to rotation `pair`."""
+    cosines = T.alloc_local((PAIRS,), "float32")
+    sines = T.alloc_local((PAIRS,), "float32")
+    for i in T.vectorized(PAIRS):
+        cosines[i] = cos[row, pair + i]
+    for i in T.vectorized(PAIRS):
+        sines[i] = sin[row, pair + i]
+    turn(values, cosines, sines, False)
 
 
 def rotate_rows(heads: int, width: int, rotated: int, inverse: bool):
@@ -63,6 +78,51 @@ def rotate_rows(heads: int, width: int, rotated: int, inverse: bool):
     return rotate_kernel
 
 
+def rotate_round_rows(heads: int, width: int, rotated: int):
+    """As `rotate_rows`, and all of x rounded to FP4 values (QI), in `out`."""
+    require_multiple(rotated, CHUNK)
+    require_multiple(width, GROUP)
+    rows, per_head = T.dynamic("rows"), width // CHUNK
+    per_row = heads * per_head
+
+    @T.prim_func
+    def rotate_round_kernel(
+        x: T.Tensor((rows, heads, width), "bfloat16"),
+        cos: T.Tensor((rows, rotated // 2), "float32"),
+        sin: T.Tensor((rows, rotated // 2), "float32"),
+        out: T.Tensor((rows, heads, width), "bfloat16"),
+    ):
+        with T.Kernel(T.ceildiv(rows * per_row, FLAT_THREADS), threads=FLAT_THREADS) as block:
+            chunk = block * FLAT_THREADS + T.get_thread_binding()
+            raw = T.alloc_local((CHUNK,), "bfloat16")
+            values = T.alloc_local((CHUNK,), "float32")
+            rounded = T.alloc_local((CHUNK,), "bfloat16")
+            row, head = chunk // per_row, chunk % per_row // per_head
+            column = chunk % per_head * CHUNK
+            T.clear(raw)
+            if row < rows:
+                for i in T.vectorized(CHUNK):
+                    raw[i] = x[row, head, column + i]
+                if column >= width - rotated:
+                    rotate_chunk(cos, sin, row, (column - width + rotated) // 2, raw)
+            for i in T.vectorized(CHUNK):
+                values[i] = T.cast(raw[i], "float32")
+            round_values_fp4(values, rounded)  # all threads: their lanes exchange maxima
+            if row < rows:
+                for i in T.vectorized(CHUNK):
+                    out[row, head, column + i] = rounded[i]
+
+    return rotate_round_kernel
+
+
+def rotate_round(x: Tensor, rotation: Rotation) -> Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if x.numel():
+        kernel = compiled(rotate_round_rows, *x.shape[1:], 2 * rotation.cos.shape[-1])
+        kernel(x.contiguous(), rotation.cos, rotation.sin, out)
+    return out
+
+
 def rotate(x: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
     """Rotate x [T, d] or [T, H, d] in place (a copy of it if it is not contiguous)."""
     x = x.contiguous()
@@ -75,11 +135,8 @@ def rotate(x: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
     return x
 
 
-SAMPLES = tuple(
-    Sample(rotate_rows, (heads, width, rotated, inverse))
-    for heads, width, rotated, inverse in (
-        (64, 512, 64, False), (64, 512, 64, True), (32, 128, 64, False), (1, 512, 64, False),
-        (1, 128, 64, False), (8, 64, 16, False), (8, 64, 16, True), (16, 32, 16, False),
-        (1, 64, 16, False), (1, 32, 16, False),
-    )
-)  # fmt: skip
+SAMPLES = (
+    *(Sample(rotate_rows, (64, 512, 64, inverse)) for inverse in (False, True)),
+    *(Sample(rotate_rows, (8, 64, 16, inverse)) for inverse in (False, True)),
+    *(Sample(rotate_round_rows, shape) for shape in ((32, 128, 64), (16, 32, 16))),
+)

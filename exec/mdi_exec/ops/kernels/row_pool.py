@@ -111,13 +111,14 @@ def gather_rows_kernel(form: str, width: int):
     return gather_kernel
 
 
-def _form(pool: RowPool) -> str:
+def form_of(pool: RowPool) -> str:
+    """Return the name of a pool's format."""
     return FORM_OF[pool.format.code_dtype, pool.format.scale_dtype]
 
 
 def store_rows(pool: RowPool, index: Tensor, values: Tensor) -> None:
     if values.shape[0]:
-        kernel = compiled(store_rows_kernel, _form(pool), pool.format.width)
+        kernel = compiled(store_rows_kernel, form_of(pool), pool.format.width)
         kernel(index.contiguous(), values.contiguous(), pool.codes, pool.scales)
 
 
@@ -126,7 +127,7 @@ def gather_rows(pool: RowPool, index: Tensor, out: Tensor | None = None) -> Tens
     if out is None:
         out = torch.empty(*index.shape, width, dtype=torch.bfloat16, device=index.device)
     if out.numel():
-        kernel = compiled(gather_rows_kernel, _form(pool), width)
+        kernel = compiled(gather_rows_kernel, form_of(pool), width)
         kernel(index.reshape(-1).to(torch.int64), pool.codes, pool.scales, out.view(-1, width))
     return out
 

@@ -7,6 +7,8 @@ decoded block is used twice. Read next: `attention_block.py`, `attention_gather.
 `attention_softmax.py`.
 """
 
+from typing import Any, NamedTuple
+
 import tilelang.language as T
 import torch
 from torch import Tensor
@@ -24,12 +26,17 @@ from mdi_exec.ops.kernels.attention_gather import Pool, gather
 from mdi_exec.ops.kernels.attention_softmax import score_and_sum_left, sum_right
 from mdi_exec.ops.kernels.attention_source import KEY_SOURCE, POWER_SOURCE
 from mdi_exec.ops.kernels.jit import Sample, by_hand, compiled
+from mdi_exec.ops.kernels.rope import PAIRS, turn
+from mdi_exec.ops.rope import Rotation
 from mdi_exec.ops.row_pool import RowPool
 
 
 @by_hand("bounds", "barriers")
-def sparse_attention_program(heads, width, window_width, top_k):
-    """out [rows, heads, width]; see `sparse_attention` for the inputs."""
+def sparse_attention_program(heads, width, window_width, top_k, rotated):
+    """out [rows, heads, width]; see `sparse_attention` for the inputs.
+
+    The last `rotated` values of queries are rotated, and those of the output back.
+    """
     shape = Shape(heads, width, window_width, top_k)
     units = _units(shape, LOADERS)
     rows, pool_rows, new_rows = T.dynamic("rows"), T.dynamic("pool_rows"), T.dynamic("new_rows")
@@ -44,6 +51,8 @@ def sparse_attention_program(heads, width, window_width, top_k):
         entry_scales: T.Tensor((pool_rows, width // 16), "uint8"),
         entry_rows: T.Tensor((rows, max(top_k, 1)), "int32"),
         sink: T.Tensor((heads,), "float32"),
+        cos: T.Tensor((rows, max(rotated // 2, 1)), "float32"),
+        sin: T.Tensor((rows, max(rotated // 2, 1)), "float32"),
         out: T.Tensor((rows, heads, width), "bfloat16"),
     ):
         with T.Kernel(rows, -(-heads // HEAD_TILE), threads=THREADS) as (t, head_tile):
@@ -54,8 +63,9 @@ def sparse_attention_program(heads, width, window_width, top_k):
             T.import_source(POWER_SOURCE + KEY_SOURCE)
             tx = T.get_thread_binding()
             head_0 = head_tile * HEAD_TILE
+            turns = Turns(cos, sin, t, width - rotated)
             if tx < LOADERS:
-                _load_queries(q, t, head_0, tx, shape, pieces, turned, shared)
+                _load_queries(q, t, head_0, tx, shape, turns, pieces, turned, shared)
                 T.fence_proxy_async()
                 T.barrier_arrive(barriers.q_ready)
             # All three together must not exceed what the block was launched with, 3 x 168.
@@ -71,9 +81,35 @@ def sparse_attention_program(heads, width, window_width, top_k):
                 entries = Pool(entry_codes, entry_scales, entry_rows)
                 gather(t, tx, shape, window, entries, shared, barriers)
             T.sync_threads()
-            _write_output(out, t, head_0, tx, shape, pieces, turned, shared)
+            _write_output(out, t, head_0, tx, shape, turns, pieces, turned, shared)
 
     return kernel
+
+
+class Turns(NamedTuple):
+    """Cosines and sines of row `row`, for values from column `first` on."""
+
+    cos: Any
+    sin: Any
+    row: Any
+    first: int
+
+
+@T.macro
+def _rotate(turns, column, inverse, pieces, start):
+    """Rotate 8 values of pieces from `start` on, which stand at `column`, where that is rotated."""
+    raw = T.alloc_local((8,), "bfloat16")
+    cosines, sines = T.alloc_local((PAIRS,), "float32"), T.alloc_local((PAIRS,), "float32")
+    if column >= turns.first:
+        for v in T.unroll(8):
+            raw[v] = pieces[start + v]
+        for i in T.vectorized(PAIRS):
+            cosines[i] = turns.cos[turns.row, (column - turns.first) // 2 + i]
+        for i in T.vectorized(PAIRS):
+            sines[i] = turns.sin[turns.row, (column - turns.first) // 2 + i]
+        turn(raw, cosines, sines, inverse)
+        for v in T.unroll(8):
+            pieces[start + v] = raw[v]
 
 
 def _units(shape, threads):
@@ -82,7 +118,7 @@ def _units(shape, threads):
 
 
 @T.macro
-def _load_queries(q, t, head_0, tx, shape, pieces, turned, shared):
+def _load_queries(q, t, head_0, tx, shape, turns, pieces, turned, shared):
     """Put the queries into shared memory in the keys' order; heads that are not there are zero."""
     units = _units(shape, LOADERS)
     chunks, half = shape.chunks, shape.half
@@ -98,6 +134,8 @@ def _load_queries(q, t, head_0, tx, shape, pieces, turned, shared):
     for step in T.unroll(units):
         unit = step * LOADERS + tx
         if unit < HEAD_TILE * chunks:
+            if turns.first < q.shape[2]:
+                _rotate(turns, unit % chunks * 8, False, pieces, step * 8)
             for v in T.unroll(8):
                 turned[v] = pieces[step * 8 + v // 2 + v % 2 * 4]
             if unit % chunks * 8 < half:
@@ -109,7 +147,7 @@ def _load_queries(q, t, head_0, tx, shape, pieces, turned, shared):
 
 
 @T.macro
-def _write_output(out, t, head_0, tx, shape, pieces, turned, shared):
+def _write_output(out, t, head_0, tx, shape, turns, pieces, turned, shared):
     """Write the output, which lies where the queries were, in the usual order."""
     chunks, half = shape.chunks, shape.half
     for step in T.unroll(_units(shape, THREADS)):
@@ -123,6 +161,8 @@ def _write_output(out, t, head_0, tx, shape, pieces, turned, shared):
                     turned[v] = shared.q_right[unit // chunks, unit % chunks * 8 - half + v]
             for v in T.unroll(8):
                 pieces[v // 2 + v % 2 * 4] = turned[v]
+            if turns.first < out.shape[2]:
+                _rotate(turns, unit % chunks * 8, True, pieces, 0)
             for v in T.vectorized(8):
                 out[t, head_0 + unit // chunks, unit % chunks * 8 + v] = pieces[v]
 
@@ -135,6 +175,7 @@ def sparse_attention(
     *,
     entries: RowPool | None,
     entry_rows: Tensor | None,
+    rotation: Rotation | None,
 ) -> Tensor:
     out = torch.empty_like(q)
     if not q.shape[0]:
@@ -147,14 +188,20 @@ def sparse_attention(
         entry_rows = window_rows.new_empty(q.shape[0], 1)
     else:
         codes, scales = entries.codes, entries.scales
-    run = compiled(sparse_attention_program, q.shape[1], q.shape[2], window_rows.shape[1], top_k)
-    run(q, window.codes, window.scales, window_rows, codes, scales, entry_rows, sink, out)
+    if rotation is None:
+        rotation, rotated = Rotation(*[sink.new_empty(q.shape[0], 1)] * 2), 0
+    else:
+        rotated = 2 * rotation.cos.shape[1]
+    run = compiled(sparse_attention_program, q.shape[1], q.shape[2], window_rows.shape[1], top_k,
+                   rotated)  # fmt: skip
+    run(q, window.codes, window.scales, window_rows, codes, scales, entry_rows, sink, *rotation,
+        out)  # fmt: skip
     return out
 
 
 SAMPLES = (
-    Sample(sparse_attention_program, (64, 512, 128, 512)),
-    Sample(sparse_attention_program, (64, 512, 128, 0)),
-    Sample(sparse_attention_program, (8, 64, 128, 32)),
-    Sample(sparse_attention_program, (8, 64, 128, 0)),
+    Sample(sparse_attention_program, (64, 512, 128, 512, 64)),
+    Sample(sparse_attention_program, (64, 512, 128, 0, 0)),
+    Sample(sparse_attention_program, (8, 64, 128, 32, 16)),
+    Sample(sparse_attention_program, (8, 64, 128, 0, 16)),
 )

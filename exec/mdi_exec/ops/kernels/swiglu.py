@@ -11,6 +11,7 @@ from mdi_exec.ops.kernels.jit import Sample, compiled
 from mdi_exec.ops.kernels.lanes import CHUNK, require_multiple, row_chunks, row_threads
 from mdi_exec.ops.kernels.quantise import load_chunk, round_fp8
 from mdi_exec.ops.quantise import GROUP
+from mdi_exec.ops.swiglu import RowWeights
 
 
 def _activate(gate, up, limit):
@@ -21,7 +22,7 @@ def _activate(gate, up, limit):
 
 
 @T.macro
-def swiglu_row(gate, up, up_column, row_weights, out, row, inner, limit):
+def swiglu_row(gate, up, up_column, row_weights, order, out, row, inner, limit):
     """One row's results; up_column is where the linear half starts in `up`."""
     threads, thread = row_threads(inner), T.get_thread_binding()
     gates = T.alloc_local((CHUNK,), "float32")
@@ -37,7 +38,7 @@ def swiglu_row(gate, up, up_column, row_weights, out, row, inner, limit):
             for i in T.unroll(CHUNK):
                 gates[i] = _activate(gates[i], ups[i], limit)
                 if row_weights is not None:
-                    gates[i] = T.ieee_mul(row_weights[row], gates[i])
+                    gates[i] = T.ieee_mul(row_weights[order[row]], gates[i])
         for i in T.vectorized(CHUNK):
             hidden[i] = T.cast(gates[i], "bfloat16")
         for i in T.vectorized(CHUNK):
@@ -49,23 +50,24 @@ def swiglu_row(gate, up, up_column, row_weights, out, row, inner, limit):
 
 
 def swiglu_halves_rows(inner: int, limit: float, weighted: bool):
-    """both [rows, 2 * inner] (gate, up) and row_weights float32 [rows] to rounded [rows, inner].
+    """both [rows, 2 * inner] (gate, up) and row weights to rounded [rows, inner].
 
-    Without `weighted` there is no row_weights parameter.
+    Row weights are float32 [count], of which order [rows] picks; only if `weighted`.
     """
     require_multiple(inner, GROUP)
-    rows = T.dynamic("rows")
+    rows, count = T.dynamic("rows"), T.dynamic("count")
 
     if weighted:
 
         @T.prim_func
         def weighted_swiglu_kernel(
             both: T.Tensor((rows, 2 * inner), "bfloat16"),
-            row_weights: T.Tensor((rows,), "float32"),
+            row_weights: T.Tensor((count,), "float32"),
+            order: T.Tensor((rows,), "int32"),
             out: T.Tensor((rows, inner), "bfloat16"),
         ):
             with T.Kernel(rows, threads=row_threads(inner)) as row:
-                swiglu_row(both, both, inner, row_weights, out, row, inner, limit)
+                swiglu_row(both, both, inner, row_weights, order, out, row, inner, limit)
 
         return weighted_swiglu_kernel
 
@@ -75,7 +77,7 @@ def swiglu_halves_rows(inner: int, limit: float, weighted: bool):
         out: T.Tensor((rows, inner), "bfloat16"),
     ):
         with T.Kernel(rows, threads=row_threads(inner)) as row:
-            swiglu_row(both, both, inner, None, out, row, inner, limit)
+            swiglu_row(both, both, inner, None, None, out, row, inner, limit)
 
     return swiglu_kernel
 
@@ -83,7 +85,7 @@ def swiglu_halves_rows(inner: int, limit: float, weighted: bool):
 def swiglu_rows(inner: int, limit: float, weighted: bool):
     """As `swiglu_halves_rows`, from two tensors gate and up [rows, inner]."""
     require_multiple(inner, GROUP)
-    rows = T.dynamic("rows")
+    rows, count = T.dynamic("rows"), T.dynamic("count")
 
     if weighted:
 
@@ -91,11 +93,12 @@ def swiglu_rows(inner: int, limit: float, weighted: bool):
         def weighted_swiglu_pair_kernel(
             gate: T.Tensor((rows, inner), "bfloat16"),
             up: T.Tensor((rows, inner), "bfloat16"),
-            row_weights: T.Tensor((rows,), "float32"),
+            row_weights: T.Tensor((count,), "float32"),
+            order: T.Tensor((rows,), "int32"),
             out: T.Tensor((rows, inner), "bfloat16"),
         ):
             with T.Kernel(rows, threads=row_threads(inner)) as row:
-                swiglu_row(gate, up, 0, row_weights, out, row, inner, limit)
+                swiglu_row(gate, up, 0, row_weights, order, out, row, inner, limit)
 
         return weighted_swiglu_pair_kernel
 
@@ -106,7 +109,7 @@ def swiglu_rows(inner: int, limit: float, weighted: bool):
         out: T.Tensor((rows, inner), "bfloat16"),
     ):
         with T.Kernel(rows, threads=row_threads(inner)) as row:
-            swiglu_row(gate, up, 0, None, out, row, inner, limit)
+            swiglu_row(gate, up, 0, None, None, out, row, inner, limit)
 
     return swiglu_pair_kernel
 
@@ -122,22 +125,24 @@ def _halves(gate: Tensor, up: Tensor) -> Tensor | None:
     return gate.as_strided((rows, 2 * inner), (2 * inner, 1)) if is_split else None
 
 
-def _launch(builder, inputs: tuple[Tensor, ...], limit: float, row_weights: Tensor | None, out):
-    weights = () if row_weights is None else (row_weights.contiguous(),)
+def _launch(builder, inputs: tuple[Tensor, ...], limit: float, row_weights: RowWeights | None, out):
+    weights = () if row_weights is None else (row_weights.values.contiguous(), row_weights.order)
     if out.numel():
         kernel = compiled(builder, out.shape[1], limit, bool(weights))
         kernel(*(tensor.contiguous() for tensor in inputs), *weights, out)
     return out
 
 
-def swiglu_halves(both: Tensor, limit: float, row_weights: Tensor | None = None) -> Tensor:
-    """Activate both [R, 2I] = (gate | up); row_weights float32 [R] or None. Returns [R, I]."""
+def swiglu_halves(both: Tensor, limit: float, row_weights: RowWeights | None = None) -> Tensor:
+    """Activate both [R, 2I] = (gate | up). Returns [R, I]."""
     rows, width = both.shape
     out = torch.empty(rows, width // 2, dtype=both.dtype, device=both.device)
     return _launch(swiglu_halves_rows, (both,), limit, row_weights, out)
 
 
-def swiglu_quantise(gate: Tensor, up: Tensor, limit: float, row_weights: Tensor | None) -> Tensor:
+def swiglu_quantise(
+    gate: Tensor, up: Tensor, limit: float, row_weights: RowWeights | None
+) -> Tensor:
     both = _halves(gate, up)
     if both is not None:
         return swiglu_halves(both, limit, row_weights)

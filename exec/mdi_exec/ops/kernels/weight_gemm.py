@@ -2,26 +2,37 @@
 
 The weight stands on the left (out^T = W x^T): its rows fill the tensor core's 64-row side whatever
 the number of tokens, and its decoded values go from registers straight into the product, so that a
-weight crosses shared memory once, as codes. Rows of x are grouped by expert and cut into tiles;
-`tile_expert` says whose weight a tile needs, and -1 marks an unused tile. A dense weight is the
-case of one expert. Sums run over K in ascending order in one accumulator: a row's result does not
-depend on its tile. On sm_90a experts have a program of their own (`expert_gemm.py`).
+weight crosses shared memory once, as codes. Sums run over K in ascending order in one accumulator,
+or of narrow weights in parts (`gemm.py`): a row's result does not depend on its tile.
+
+Experts' rows are grouped by expert and cut into tiles; `tile_expert` says whose weight a tile
+needs, and -1 marks an unused tile. On sm_90a they have a program of their own (`expert_gemm.py`).
 """
 
-from functools import cache
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 import torch
 from torch import Tensor
 
-from mdi_exec.ops.gemm import QuantisedWeight
+from mdi_exec.ops.gemm import QuantisedWeight, num_parts
 from mdi_exec.ops.kernels.decode_source import DECODE_SOURCE
 from mdi_exec.ops.kernels.jit import Sample, compiled, has_known_registers
 from mdi_exec.ops.packing import FP4_BLOCK, block_of
 from mdi_exec.ops.quantise import GROUP
 from mdi_exec.ops.routing import RowGroups
 
+STAGES = {16: 8, 32: 8, 64: 6, 128: 4}  # by rows of a tile: what fits beside a second block
 FEW_ROWS = 64  # up to here a dense product reads codes; beyond, expanded weights pay
+
+
+class Columns(NamedTuple):
+    """Where results go: a layer, its group's first column, and columns `first` to `width` of it."""
+
+    layer: Any
+    group: Any
+    first: Any
+    width: int
 
 
 def _decoded(words, scales, i, j, step, block, is_fp8):
@@ -46,50 +57,52 @@ def _decoded(words, scales, i, j, step, block, is_fp8):
     return T.cast(T.reinterpret(bits, "float32") * T.reinterpret(scale, "float32"), "bfloat16")
 
 
-def weight_gemm(n, k, experts, tile, block, rows_per_cta, stages, warpgroups, in_registers):
-    """out [rows, n] = x [rows, k] times the tile's expert's FP8 weight [n, k]^T.
+def weight_gemm(n, k, groups, parts, tile, rows_per_cta, stages, warpgroups, in_registers, dtype):
+    """out[:, :, g] = x[:, g] times FP8 weight g [n, k]^T; x [rows, groups * k].
 
-    words int32 [experts, n, k/4], scales E8M0 bytes [experts, n/32, k/32].
+    words int32 [groups, n, k/4], scales E8M0 bytes [groups, n/32, k/32]. out [parts, rows,
+    groups * n] is to be added up over the parts.
     """
-    rows, tiles = T.dynamic("rows"), T.dynamic("tiles")
-    scale_rows, cta_scale_rows, groups = -(-n // GROUP), rows_per_cta // GROUP, k // GROUP
-    function = f"mdi::decode<{rows_per_cta}, {4 * warpgroups}, {block // GROUP}, {groups}>"
+    assert groups == 1 or parts == 1, "groups of outputs are wide"
+    rows, block = T.dynamic("rows"), block_of(k)
+    scale_rows, cta_scale_rows = -(-n // GROUP), rows_per_cta // GROUP
+    steps, scale_groups, words_of_step = k // block // parts, k // GROUP, block // 4
+    decode = f"mdi::decode<{rows_per_cta}, {4 * warpgroups}, {block // GROUP}, {scale_groups}>"
+    grid = (T.ceildiv(n, rows_per_cta), T.ceildiv(rows, tile), groups * parts)
 
     @T.prim_func
     def fp8_gemm(
-        x: T.Tensor((rows, k), "bfloat16"),
-        words: T.Tensor((experts, n, k // 4), "int32"),
-        scales: T.Tensor((experts, scale_rows, groups), "uint8"),
-        tile_expert: T.Tensor((tiles,), "int32"),
-        tile_start: T.Tensor((tiles,), "int32"),
-        offsets: T.Tensor((experts + 1,), "int32"),
-        out: T.Tensor((rows, n), "bfloat16"),
+        x: T.Tensor((rows, groups * k), "bfloat16"),
+        words: T.Tensor((groups, n, k // 4), "int32"),
+        scales: T.Tensor((groups, scale_rows, scale_groups), "uint8"),
+        out: T.Tensor((parts, rows, groups * n), dtype),
     ):
-        with T.Kernel(T.ceildiv(n, rows_per_cta), tiles, threads=128 * warpgroups) as (bn, bt):
+        with T.Kernel(*grid, threads=128 * warpgroups) as (bn, bt, z):
             weight = T.alloc_fragment((rows_per_cta, block), "bfloat16")
-            codes = T.alloc_shared((rows_per_cta, block // 4), "int32")
+            codes = T.alloc_shared((rows_per_cta, words_of_step), "int32")
             tokens = T.alloc_shared((tile, block), "bfloat16")
-            factors = T.alloc_shared((cta_scale_rows, groups), "uint8")
+            factors = T.alloc_shared((cta_scale_rows, scale_groups), "uint8")
             sums = T.alloc_fragment((rows_per_cta, tile), "float32")
             if in_registers:
                 T.import_source(DECODE_SOURCE)
-            if tile_expert[bt] >= 0:
-                T.copy(scales[tile_expert[bt], bn * cta_scale_rows, 0], factors)
-                T.clear(sums)
-                for step in T.Pipelined(k // block, num_stages=stages):
-                    T.copy(words[tile_expert[bt], bn * rows_per_cta, step * (block // 4)], codes)
-                    T.copy(x[tile_start[bt], step * block], tokens)
-                    if in_registers:
-                        T.call_extern(
-                            "handle", function, T.address_of(codes[0, 0]),
-                            T.address_of(factors[0, step * (block // GROUP)]), weight.data,
-                            T.get_thread_binding(),
-                        )  # fmt: skip
-                    else:
-                        for i, j in T.Parallel(rows_per_cta, block):
-                            weight[i, j] = _decoded(codes, factors, i, j, step, block, True)
-                    T.gemm(weight, tokens, sums, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-                _write(sums, out, bn * rows_per_cta, tile_start[bt], offsets[tile_expert[bt] + 1])
+            group, first = z // parts, z % parts * steps
+            T.copy(scales[group, bn * cta_scale_rows, 0], factors)
+            T.clear(sums)
+            for i in T.Pipelined(steps, num_stages=stages):
+                T.copy(words[group, bn * rows_per_cta, (first + i) * words_of_step], codes)
+                T.copy(x[bt * tile, group * k + (first + i) * block], tokens)
+                if in_registers:
+                    T.call_extern(
+                        "handle", decode, T.address_of(codes[0, 0]),
+                        T.address_of(factors[0, (first + i) * (block // GROUP)]), weight.data,
+                        T.get_thread_binding(),
+                    )  # fmt: skip
+                else:
+                    for r, c in T.Parallel(rows_per_cta, block):
+                        weight[r, c] = _decoded(codes, factors, r, c, first + i, block, True)
+                T.gemm(weight, tokens, sums, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+            columns = Columns(z % parts, group * n, bn * rows_per_cta, n)
+            _write(sums, out, columns, bt * tile, rows)
 
     return fp8_gemm
 
@@ -106,7 +119,7 @@ def portable_expert_program(n, k, experts, tile, rows_per_cta, stages, warpgroup
         tile_expert: T.Tensor((tiles,), "int32"),
         tile_start: T.Tensor((tiles,), "int32"),
         offsets: T.Tensor((experts + 1,), "int32"),
-        out: T.Tensor((rows, n), "bfloat16"),
+        out: T.Tensor((1, rows, n), "bfloat16"),
     ):
         with T.Kernel(T.ceildiv(n, rows_per_cta), tiles, threads=128 * warpgroups) as (bn, bt):
             weight = T.alloc_fragment((rows_per_cta, FP4_BLOCK), "bfloat16")
@@ -123,22 +136,23 @@ def portable_expert_program(n, k, experts, tile, rows_per_cta, stages, warpgroup
                     for i, j in T.Parallel(rows_per_cta, FP4_BLOCK):
                         weight[i, j] = _decoded(codes, factors, i, j, step, FP4_BLOCK, False)
                     T.gemm(weight, tokens, sums, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-                _write(sums, out, bn * rows_per_cta, tile_start[bt], offsets[tile_expert[bt] + 1])
+                columns = Columns(0, 0, bn * rows_per_cta, n)
+                _write(sums, out, columns, tile_start[bt], offsets[tile_expert[bt] + 1])
 
     return portable_expert_gemm
 
 
 @T.macro
-def _write(sums, out, column, first, after):
-    """Write a tile's sums, turned, for tokens from `first` up to the expert's last."""
+def _write(sums, out, columns, first, after):
+    """Write a tile's sums, turned, for tokens from `first` up to before `after`."""
     rows_per_cta, tile = sums.shape
-    turned = T.alloc_shared((tile, rows_per_cta), "bfloat16")
+    turned = T.alloc_shared((tile, rows_per_cta), out.dtype)
     end, start = T.alloc_var("int32", init=after), T.alloc_var("int32", init=first)
     for i, j in T.Parallel(rows_per_cta, tile):
-        turned[j, i] = T.cast(sums[i, j], "bfloat16")
+        turned[j, i] = T.cast(sums[i, j], out.dtype)
     for j, i in T.Parallel(tile, rows_per_cta):
-        if start + j < end and column + i < out.shape[1]:
-            out[start + j, column + i] = turned[j, i]
+        if start + j < end and columns.first + i < columns.width:
+            out[columns.layer, start + j, columns.group + columns.first + i] = turned[j, i]
 
 
 def portable_expert_gemm(
@@ -152,41 +166,32 @@ def portable_expert_gemm(
         # than the product's.
         run = compiled(portable_expert_program, n, k, experts, tile, 128, 4, 2)
         run(x, weights.codes, weights.scales.view(torch.uint8), groups.tile_expert,
-            groups.tile_start, groups.offsets, out)  # fmt: skip
+            groups.tile_start, groups.offsets, out.unsqueeze(0))  # fmt: skip
     return out
 
 
-@cache
-def _even_tiles(num_rows: int, groups: int, tile: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Tiles of `groups` experts of `num_rows` rows each; made once for each number of rows."""
-    experts = torch.arange(groups, dtype=torch.int32, device=device)
-    starts = torch.arange(0, num_rows, tile, dtype=torch.int32, device=device)
-    offsets = torch.arange(groups + 1, dtype=torch.int32, device=device) * num_rows
-    tile_expert = experts.repeat_interleave(len(starts))
-    return tile_expert, (offsets[:-1].unsqueeze(1) + starts).flatten(), offsets
+def dense_product(x: Tensor, weight: QuantisedWeight, groups: int, dtype: torch.dtype) -> Tensor:
+    """x [T, groups * K] times each group's rows of a packed weight [groups * N, K]^T.
 
-
-def dense_product(x: Tensor, weight: QuantisedWeight, groups: int) -> Tensor:
-    """x [T, groups * K] times each group's rows of a packed weight [groups * N, K]^T."""
-    rows = x.shape[0]
-    tile = next((t for t in (16, 32, 64) if rows <= t), 128)
-    codes = torch.unflatten(weight.codes, 0, (groups, -1))
-    if groups > 1:  # groups are experts that all have every row
-        x = torch.unflatten(x, 1, (groups, -1)).transpose(0, 1).flatten(0, 1)
-    n, k = codes.shape[1], x.shape[1]
-    out = torch.empty(x.shape[0], n, dtype=torch.bfloat16, device=x.device)
+    Returns layers [S, T, groups * N], S the parts in which the product is summed.
+    """
+    rows, n, k = x.shape[0], weight.out_width // groups, x.shape[1] // groups
+    parts = num_parts(weight.out_width, k)
+    out = torch.empty(parts, rows, weight.out_width, dtype=dtype, device=x.device)
     if rows:
+        tile = next((t for t in (16, 32, 64) if rows <= t), 128)
+        shape = (n, k, groups, parts, tile, 64, STAGES[tile], 1, has_known_registers())
+        run = compiled(weight_gemm, *shape, "float32" if dtype == torch.float32 else "bfloat16")
         scales = weight.scales.view(torch.uint8).view(groups, -1, k // GROUP)
-        tiles = _even_tiles(rows, groups, tile, x.device)
-        shape = (n, k, groups, tile, block_of(k), 64, 4, 1)
-        compiled(weight_gemm, *shape, has_known_registers())(x, codes, scales, *tiles, out)
-    return torch.unflatten(out, 0, (groups, -1)).transpose(0, 1).flatten(1) if groups > 1 else out
+        run(x, weight.codes.view(groups, n, -1), scales, out)
+    return out
 
 
 SAMPLES = (
-    Sample(weight_gemm, (1280, 5120, 1, 16, 128, 64, 4, 1, True)),
-    Sample(weight_gemm, (1280, 5120, 1, 16, 128, 64, 4, 1, False)),
-    Sample(weight_gemm, (64, 128, 1, 16, 128, 64, 4, 1, True)),
+    Sample(weight_gemm, (1280, 5120, 1, 8, 16, 64, 8, 1, True, "float32")),
+    Sample(weight_gemm, (1280, 5120, 1, 8, 16, 64, 8, 1, False, "float32")),
+    Sample(weight_gemm, (1024, 4096, 8, 1, 32, 64, 8, 1, True, "bfloat16")),
+    Sample(weight_gemm, (64, 128, 1, 1, 128, 64, 4, 1, True, "bfloat16")),
     Sample(portable_expert_program, (4608, 5120, 384, 80, 128, 4, 2)),
     Sample(portable_expert_program, (128, 64, 16, 16, 128, 4, 2)),
 )
