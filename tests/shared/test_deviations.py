@@ -34,8 +34,8 @@ PLACES = {
     "token_budget": "default token budget",
     "_check_progress": "deadlock",
 }
-# Orders that are kept are those that sorting gives, and checks decide nothing.
-NO_RULES = {"keeps_order", "check_integrity"}
+# Orders that are kept are those that sorting gives; checks, and refusals of options, decide nothing.
+NO_RULES = {"keeps_order", "check_integrity", "__init__", "_rules"}
 
 
 def places_that_ask():
