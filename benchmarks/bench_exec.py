@@ -63,7 +63,9 @@ PARTS: tuple[tuple[object, str, str], ...] = (
     (Moe, "__call__", "experts"),  # router and shared expert included
     (HyperConnection, "__call__", "hyper-connections"),
     (transformer, "hc_read", "hyper-connections"),
+    (transformer, "hc_read_norm", "hyper-connections"),
     (transformer, "hc_write", "hyper-connections"),
+    (transformer, "hc_write_read", "hyper-connections"),
     (Engram, "__call__", "engram"),
     (EngramIds, "__call__", "engram"),
     (Transformer, "logits", "head"),

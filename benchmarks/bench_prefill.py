@@ -33,7 +33,8 @@ from rank_runs import Stopwatch, own_group, start_ranks, timed_exchanges
 
 from mdi_exec.engine.profiling import StepProfile, kernels_of
 from mdi_exec.ranks.exchange import KINDS, NO_EXCHANGE, WHOLE, ExpertExchange, ExpertShard
-from mdi_exec.ranks.parallel import RankAddress, RankGroup, own_device, require_even_experts
+from mdi_exec.ranks.meeting import RankAddress
+from mdi_exec.ranks.parallel import RankGroup, own_device, require_even_experts
 from mdi_exec.weights.source import random_config
 from mdi_shared.errors import ConfigError, MiniDeepInferError
 from mdi_traces.saving import atomic_file

@@ -52,6 +52,7 @@ from mdi_shared.errors import (
     ConfigError as ConfigError,
     DeadlockError as DeadlockError,
     MiniDeepInferError as MiniDeepInferError,
+    PolicyError as PolicyError,
     SaveError as SaveError,
     TraceError as TraceError,
 )
@@ -61,6 +62,8 @@ from mdi_shared.placement import (
     Placement as Placement,
     RoundRobin as RoundRobin,
 )
+from mdi_shared.policies import Policy as Policy
+from mdi_shared.request import Hints as Hints
 from mdi_shared.run_description import RunDescription as RunDescription
 from mdi_shared.served import Served as Served
 from mdi_sim.fit.calibrate import calibrate as calibrate

@@ -18,6 +18,7 @@ import mdi_analysis
 from mdi_analysis import SLO, MetadataLike, RunLike, Summary
 from mdi_shared.cost.linear import LinearCost
 from mdi_shared.errors import ConfigError
+from mdi_shared.policies import NO_POLICY
 from mdi_sim.fit.features import extrapolated_steps
 from mdi_traces.run import Run
 
@@ -32,7 +33,8 @@ class RunSummary(Summary):
     """All metrics of a run, what they rest on, and the wall time of a simulation, s.
 
     `basis` is None for a recorded run, `wall_s` for anything but a fresh simulation. `assumed`
-    says what was chosen for the user, such as the number of ranks.
+    says what was chosen for the user, such as the number of ranks. `policy` names the scheduling
+    policy, None for the engine's own rules.
     `extrapolated` counts the steps outside what a fitted step-time model has seen: "steps" in all,
     "of", and by feature; all of them where times were predicted, None when neither was used.
     """
@@ -41,6 +43,7 @@ class RunSummary(Summary):
     assumed: tuple[str, ...] = ()
     wall_s: float | None = None
     extrapolated: Mapping[str, int] | None = None
+    policy: str | None = None
 
     @property
     def speedup(self) -> float | None:
@@ -67,6 +70,8 @@ class RunSummary(Summary):
         if self.speedup is not None:
             found.append(f"{self.throughput.span_s:,.1f} s simulated in {self.wall_s:,.2f} s, "
                          f"{self.speedup:,.0f} times as fast")  # fmt: skip
+        if self.policy is not None:
+            found.append(f"scheduling policy: {self.policy}")
         if self.basis is not None:
             found.append(self.basis)
         if self.extrapolated is not None and self.extrapolated["steps"]:
@@ -92,11 +97,13 @@ def summarize(
     """Compute every metric of a run; see `mdi_analysis.summarize`."""
     found = mdi_analysis.summarize(run, slo, n_gpus=n_gpus, itl=itl)
     values = {field.name: getattr(found, field.name) for field in fields(found)}
-    assumed = (run.metadata.config or {}).get("assumed")
+    described = run.metadata.config or {}
+    assumed, policy = described.get("assumed"), described.get("policy")
     texts = assumed if isinstance(assumed, list | tuple) else ()
     return RunSummary(
         **values, basis=label(run.metadata), wall_s=wall_s, extrapolated=count_extrapolated(run),
         assumed=tuple(text for text in texts if isinstance(text, str)),
+        policy=policy if isinstance(policy, str) and policy != NO_POLICY else None,
     )  # fmt: skip
 
 

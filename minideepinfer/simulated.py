@@ -41,7 +41,8 @@ class SimulatedRun(Run):
         super().__init__(run.step_pieces, run.requests_table, run.metadata, run.item_pieces,
                          spans=run.token_spans)  # fmt: skip
         self.description = description
-        unused = unused_note(RequestTrace(run.requests_table, run.metadata))
+        trace = RequestTrace(run.requests_table, run.metadata)
+        unused = unused_note(trace, description.policy)
         of_trace = run.metadata.notes if unused is None else (*run.metadata.notes, unused)
         self.notes = (*of_trace, *run_notes(description))
         self.wall_s = wall_s

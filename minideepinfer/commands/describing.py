@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mdi_shared.describe_run import describe_run
 from mdi_shared.errors import ConfigError, MiniDeepInferError
+from mdi_shared.policies import NO_POLICY, Policy
 from mdi_shared.run_description import RunDescription
 from mdi_shared.served import DEFAULT_REQUESTS, Served
 from minideepinfer.commands import options as o
@@ -50,6 +51,7 @@ class RequestOptions:
     max_output: o.MaxOutput = None
     cost: o.Cost = None
     ranks: o.Ranks = None
+    policy: o.PolicySpec = None
     placement: o.PlacementName = None
     kv_cache_memory_gb: o.KVMemory = None
     gpu_memory_utilization: o.Utilization = None
@@ -84,11 +86,11 @@ def served_by(options: object) -> Served:
     return Served(**{**given, "trace": paths[0] if len(paths) == 1 else paths or None})
 
 
-def notes_on(work: "RequestTrace") -> tuple[str, ...]:
+def notes_on(work: "RequestTrace", policy: str | Policy = NO_POLICY) -> tuple[str, ...]:
     """Return what a reader of a run's figures should know about its requests."""
     from mdi_traces.pacing import unused_note
 
-    unused = unused_note(work)
+    unused = unused_note(work, policy)
     return work.metadata.notes if unused is None else (*work.metadata.notes, unused)
 
 
@@ -160,7 +162,7 @@ def described(options: SimulatedOptions, slo_tpot_ms: float | None = None) -> Ru
     run = describe_run(
         base, served=served, scheduler=with_target(scheduler, slo_tpot_ms) or None,
         shape=options.model, hardware=options.hardware, ep=options.ep, cost=options.cost,
-        ranks=options.ranks, placement=options.placement, seed=options.seed,
+        ranks=options.ranks, policy=options.policy, placement=options.placement, seed=options.seed,
         until_s=options.until_s, draft_accept_rate=options.draft_accept_rate,
         kv_cache_memory_gb=memory["kv_cache_memory_gb"],
         gpu_memory_utilization=memory["gpu_memory_utilization"],

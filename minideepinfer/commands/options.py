@@ -87,6 +87,10 @@ Ranks = Annotated[int | None, option(
     "--ranks", metavar="N", panel=ENGINE,
     help="Data-parallel ranks (default: in a simulation the fewest that hold the model, else "
     "1; under torchrun leave it out).")]
+PolicySpec = Annotated[str | None, option(
+    "--policy", metavar="SPEC", panel=ENGINE,
+    help="Scheduling policy: fcfs (the default), srpt:sigma=0.5, "
+    "order=sjf+admit=past_future+victim=newest, …; docs/policies.md has all.")]
 PlacementName = Annotated[str | None, option(
     "--placement", metavar="NAME", panel=ENGINE,
     help="round_robin (the default), least_tokens or least_kv.")]

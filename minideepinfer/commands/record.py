@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from mdi_shared.placement import placement_by_name
-from mdi_shared.run_description import FCFS
 from minideepinfer.commands import options as o
 from minideepinfer.commands.declare import FileOptions, scheduler_options, takes_options
 from minideepinfer.commands.describing import (
@@ -78,12 +77,14 @@ def _serve(options: RecordOptions | ReplayOptions) -> None:
     make_folder(options.out)
     with open_model(options.model, options.device, None, **_engine_options(options)) as llm:
         from mdi_exec.engine.serve_trace import TraceClient
+        from mdi_traces.hints import with_predictions
 
         if is_first_rank():
             tell(f"loaded {options.model} on {options.device}; serving {len(work):,} requests, "
                  f"{due_note(work)}")  # fmt: skip
         placement = placement_by_name(llm.options.placement)
-        client = TraceClient(llm.engine, work, seed=options.seed or 0, placement=placement)
+        client = TraceClient(llm.engine, with_predictions(work, llm.options.policy),
+                             seed=options.seed or 0, placement=placement)  # fmt: skip
         with progress(len(work)) as on_progress:
             client.run(on_progress if is_first_rank() else None)
         llm.save_recording()
@@ -99,6 +100,7 @@ def _engine_options(options: RecordOptions | ReplayOptions) -> dict[str, Any]:
     flags = {
         "record": str(options.out),
         "data_parallel_size": options.ranks,
+        "policy": options.policy,
         "placement": options.placement,
         "cost_model": None if options.cost is None else str(options.cost),
         **{name: getattr(options, name) for name in MEMORY},
@@ -114,8 +116,9 @@ def _report(
     from mdi_traces.run import Run, load_run
 
     found = load_run(options.out)
-    config = {**found.metadata.config, "served": served.to_json(), "policy": FCFS}
+    config = {**found.metadata.config, "served": served.to_json()}
     metadata = replace(found.metadata, config=config, seed=options.seed or 0)
     run = Run(found.steps_table, found.requests_table, metadata, found.items_table)
     # The engine has saved it already, so that an interrupt loses nothing.
-    report_run(run, options, notes_on(work), verb="saved")
+    notes = notes_on(work, config["policy"])
+    report_run(run, options, notes, verb="saved")

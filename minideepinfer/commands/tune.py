@@ -72,7 +72,7 @@ def tune(options: TuneOptions) -> None:
 
     with progress(options.trials, "settings") as on_trial:
         found = run_tune(work, run, slo=slo, jobs=jobs, trials=options.trials, on_trial=on_trial)
-    notes = (*notes_on(work), *run_notes(run), *found.notes)
+    notes = (*notes_on(work, run.policy), *run_notes(run), *found.notes)
     given = scheduler_options(options, MEMORY)
     pool = memory_options(options, given)
     _show(TuneReport(found, run, slo, notes, given, {"cost": options.cost, **pool}), options)

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from mdi_shared.decisions import Decisions
 from mdi_shared.plan import NOBODY, Batch, Ending, Member
 from mdi_shared.queues import Queues
 from mdi_shared.request import Sequence
@@ -44,10 +45,11 @@ class DecodeSelection:
     drafts in flight, where sequences grow unevenly, each step sorts.
     """
 
-    __slots__ = ("_batch", "_members", "_seqs", "queues")
+    __slots__ = ("_batch", "_members", "_seqs", "decisions", "queues")
 
-    def __init__(self, queues: Queues) -> None:
+    def __init__(self, queues: Queues, decisions: Decisions | None) -> None:
         self.queues = queues
+        self.decisions = decisions
         self._batch = NOBODY
         self._members: list[Member] = []  # of the batch, in its order
         self._seqs: list[Sequence] = []
@@ -71,11 +73,18 @@ class DecodeSelection:
         """Give a block to those that need one now; nobody else's table changes."""
         queues = self.queues
         needy = queues.clock.take_needy(queues.clock.planned, queues.config.block_size)
-        if len(needy) > queues.blocks.num_free:
-            self._serve(needy, step)
-        else:  # enough for all
+        if len(needy) <= queues.blocks.num_free:
             for seq in needy:
                 step.taken.append((seq.seq_id, queues.add_blocks(seq, 1)))
+        elif self.decisions is None:
+            self._serve(needy, step)
+        else:
+            self._serve_by(self.decisions, needy, step)
+
+    def _serve_by(self, decisions: Decisions, needy: list[Sequence], step: DecodeStep) -> None:
+        """Serve as a scheduling policy has it: who gives way first is served last."""
+        victims, wanting = decisions.victims_first(), set(needy)
+        self._serve([seq for seq in reversed(victims) if seq in wanting], step, victims)
 
     def _update(self, step: DecodeStep) -> None:
         """Bring the batch up to date with who joined and who left."""
@@ -109,20 +118,26 @@ class DecodeSelection:
             seqs = queues.running.copy()
         else:
             queues.running.sort(key=lambda seq: (-seq.output_len, seq.seq_id))
-            self._serve(reversed(queues.running), step)
+            if self.decisions is not None and self._is_short():
+                self._serve_by(self.decisions, queues.running, step)
+            else:
+                self._serve(reversed(queues.running), step)
             seqs = sorted(queues.running, key=_member)
         members = [Member(-seq.base, place, seq.seq_id, seq.slot) for place, seq in enumerate(seqs)]
         self._members, self._seqs, self._batch = members, seqs, Batch(tuple(members))
         step.joined, step.left = self._batch.members, left
 
-    def _serve(self, served: Iterable[Sequence], step: DecodeStep) -> None:
-        """Serve in the order given, preempt from the start of `running`."""
-        queues, running, first = self.queues, self.queues.running, 0
+    def _serve(
+        self, served: Iterable[Sequence], step: DecodeStep, victims: list[Sequence] | None = None
+    ) -> None:
+        """Serve in the order given, preempt from the start of `victims`, else of `running`."""
+        queues, first = self.queues, 0
+        victims = queues.running if victims is None else victims
         for seq in served:
             if seq.clock is None:
                 continue  # a victim of one before it
-            while self._is_starved(seq) and running[first] is not seq:
-                self._preempt(running[first], step)
+            while self._is_starved(seq) and victims[first] is not seq:
+                self._preempt(victims[first], step)
                 first += 1
             if self._is_starved(seq):
                 self._preempt(seq, step)
@@ -130,7 +145,13 @@ class DecodeSelection:
             else:
                 self._fit_table(seq, step)
         if step.preempted:
-            queues.running = [seq for seq in running if seq.clock is not None]
+            queues.running = [seq for seq in queues.running if seq.clock is not None]
+
+    def _is_short(self) -> bool:
+        """Say whether the pool has fewer blocks than sequences that need one."""
+        queues = self.queues
+        needy = sum(seq.tokens_needed > queues.capacity(seq) for seq in queues.running)
+        return needy > queues.blocks.num_free
 
     def _is_starved(self, seq: Sequence) -> bool:
         """Say whether the pool is too empty for this sequence to go on.

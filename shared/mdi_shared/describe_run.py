@@ -22,6 +22,7 @@ from mdi_shared.cost.shape import V41_FLASH, ModelShape, shape_by_name, shape_fr
 from mdi_shared.cost.step_cost import StepCost
 from mdi_shared.errors import ConfigError, is_number, require, require_int
 from mdi_shared.placement import Placement
+from mdi_shared.policies import Policy
 from mdi_shared.run_description import RunDescription
 from mdi_shared.served import Served
 
@@ -40,7 +41,7 @@ class RunOptions(TypedDict, total=False):
     hardware: Hardware | str | None
     ep: int | None
     ranks: int | None
-    policy: str | None
+    policy: str | Policy | None
     placement: str | Placement | None
     seed: int | None
     draft_accept_rate: float | None

@@ -139,5 +139,21 @@ class DeadlockError(MiniDeepInferError):
         return f"deadlock: {self.reason}; blocks are held by: {held or 'nobody'}{end}"
 
 
+class PolicyError(MiniDeepInferError):
+    """A scheduling policy broke a rule of its interface, or raised."""
+
+    def __init__(self, policy: str, hook: str, req_id: str, problem: str) -> None:
+        super().__init__(policy, hook, req_id, problem)
+        self.policy = policy
+        self.hook = hook
+        self.req_id = req_id
+        self.problem = problem
+
+    @property
+    def message(self) -> str:
+        about = f" for request {self.req_id!r}" if self.req_id else ""
+        return f"policy {self.policy}: {self.hook}{about} {self.problem}"
+
+
 class UpstreamCheckError(MiniDeepInferError):
     """The production engine would end here by a check of its own; in `strict_upstream` only."""

@@ -29,10 +29,14 @@ class Poll:
 
 
 class News(NamedTuple):
-    """Requests and aborts (by `req_id`) since the last poll, in order of arrival."""
+    """Requests and aborts (by `req_id`) since the last poll, in order of arrival.
+
+    `now_ns` is the time of this poll, which only scheduling policies ask for.
+    """
 
     arrivals: tuple[Request, ...] = ()
     aborts: tuple[str, ...] = ()
+    now_ns: int = 0
 
 
 class Vote(NamedTuple):
@@ -95,6 +99,8 @@ def serve(scheduler: Scheduler, *, num_ranks: int = 1) -> Loop:
     while True:
         news: Answer = yield POLL
         assert isinstance(news, News), news
+        if scheduler.decisions is not None:
+            scheduler.decisions.view.now_ns = news.now_ns
         if news.arrivals or news.aborts:
             yield from _take_in(scheduler, news)
         unfinished = scheduler.has_unfinished()

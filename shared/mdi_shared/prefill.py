@@ -1,13 +1,15 @@
 """Which prompts, and how much of each, make the next prefill step (docs/rules.md, R8).
 
-Admission is strictly first come, first served: the first sequence that cannot be admitted stops
-the search. At most one prompt is left partial, and it is the last of the step.
+Admission is strictly in the queue's order, first come, first served unless a scheduling policy has
+sorted it: the first sequence that cannot be admitted stops the search. At most one prompt is left
+partial, and it is the last of the step.
 """
 
 from dataclasses import dataclass, field
 
 from mdi_shared.blocks import Fit
 from mdi_shared.chunking import ChunkPolicy
+from mdi_shared.decisions import Decisions
 from mdi_shared.errors import UpstreamCheckError
 from mdi_shared.plan import Ending, Member, PromptRow
 from mdi_shared.queues import Queues
@@ -36,18 +38,21 @@ class PrefillBatch:
 class PrefillSelection:
     """Assembles prefill steps from the head of the waiting queue."""
 
-    __slots__ = ("policy", "queues")
+    __slots__ = ("decisions", "policy", "queues")
 
-    def __init__(self, queues: Queues, policy: ChunkPolicy) -> None:
+    def __init__(self, queues: Queues, policy: ChunkPolicy, decisions: Decisions | None) -> None:
         self.queues = queues
         self.policy = policy
+        self.decisions = decisions
 
     def select(self) -> PrefillBatch | None:
         """Take sequences out of `waiting`; None when neither a sequence nor a rejection came up.
 
         A batch that holds only rejections still counts as a prefill step.
         """
-        queues, config = self.queues, self.queues.config
+        queues, config, decisions = self.queues, self.queues.config, self.decisions
+        if decisions is not None and queues.waiting:
+            decisions.begin_prefill()
         batch = PrefillBatch(config.prefill_max_sum_seqlen_k)
         while queues.waiting and not batch.is_partial:
             seq = queues.waiting[0]
@@ -60,6 +65,8 @@ class PrefillSelection:
                     batch.ignored.append(queues.reject_head())
                     continue
                 if fit is Fit.LATER:
+                    break
+                if decisions is not None and not decisions.admits(seq, batch.picked):
                     break
             tokens = self._tokens_to_run(batch, seq)
             if tokens == 0:
@@ -105,6 +112,8 @@ class PrefillSelection:
         """Commit the head to the step."""
         queues, align = self.queues, self.queues.config.cp_align
         queues.waiting.popleft()
+        if self.decisions is not None:
+            self.decisions.took(seq, tokens)
         if not seq.block_table:
             queues.allocate(seq)
             batch.taken.append((seq.seq_id, tuple(seq.block_table)))

@@ -171,6 +171,7 @@ class Queues:
             self.live.pop(seq.request.req_id, None)
             return Ending(seq.seq_id, seq.finish_reason, seq.output_len)
         seq.prefilled = 0  # all attention state is forgotten, but no token
+        seq.num_preempted += 1
         seq.become(State.WAITING)
         self.requeue(seq)
         return None

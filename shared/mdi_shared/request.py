@@ -9,7 +9,7 @@ from enum import IntEnum
 from itertools import pairwise
 
 from mdi_shared.clock import DecodeClock
-from mdi_shared.errors import ConfigError, require
+from mdi_shared.errors import ConfigError, require, require_int
 
 
 class State(IntEnum):
@@ -46,13 +46,46 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 }
 
 
+MOST_TOKENS, LATEST_NS = 2**31 - 1, 2**62  # as traces hold them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hints:
+    """What a scheduling policy may know of a request beyond its lengths; None is "not known".
+
+    `predicted_len` is an estimate of its output, tokens; a larger `priority` is more urgent; its
+    first token is due `deadline_ns` after it arrived. Requests of one `client` share a budget,
+    those of one `program` are steps of the same work. Raises `ConfigError` for values of another
+    type, or beyond what a trace holds.
+    """
+
+    predicted_len: int | None = None
+    client: str | None = None
+    deadline_ns: int | None = None
+    priority: int = 0
+    program: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, most in (("predicted_len", MOST_TOKENS), ("deadline_ns", LATEST_NS)):
+            if getattr(self, name) is not None:
+                require_int(name, getattr(self, name), 1, most)
+        for name in ("client", "program"):
+            holds = isinstance(getattr(self, name), str | None)
+            require(holds, name, getattr(self, name), "must be a text, or None")
+        require_int("priority", self.priority, -128, 127)
+
+
+NO_HINTS = Hints()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """What the scheduler needs to know of a request.
 
     `cached_len` prompt tokens are already in an external prefix cache: the first chunk starts
     behind them, though blocks are reserved for the whole prompt. `chunk_checkpoints` are
-    ascending positions of the prompt at which a chunk must end.
+    ascending positions of the prompt at which a chunk must end. `arrived_ns`, on the clock of
+    `News.now_ns`, and `hints` are for scheduling policies only.
     """
 
     req_id: str
@@ -62,6 +95,8 @@ class Request:
     stop_token_ids: tuple[int, ...] = ()
     cached_len: int = 0
     chunk_checkpoints: tuple[int, ...] = ()
+    arrived_ns: int = 0
+    hints: Hints = NO_HINTS
 
     def __post_init__(self) -> None:
         require(self.prompt_len >= 1, "prompt_len", self.prompt_len, "must be at least 1 token")
@@ -82,6 +117,7 @@ class Sequence:
     `base` is its length, what is committed of prompt and outputs, less what `clock` has done: while
     it runs it is on the decode clock and grows by that alone. `prefilled` has complete attention
     state, `order` is its place among the running: minus the output it had when the clock began.
+    `num_preempted` says how often it was sent back to be recomputed.
     """
 
     __slots__ = (
@@ -90,6 +126,7 @@ class Sequence:
         "checkpoints",
         "clock",
         "finish_at",
+        "num_preempted",
         "order",
         "prefilled",
         "request",
@@ -107,6 +144,7 @@ class Sequence:
         self.base = request.prompt_len
         self.clock: DecodeClock | None = None
         self.order = 0
+        self.num_preempted = 0
         self.prefilled = request.cached_len
         self.checkpoints = list(request.chunk_checkpoints)
         self.block_table: list[int] = []

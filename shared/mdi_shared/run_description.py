@@ -18,11 +18,10 @@ from mdi_shared.cost.step_cost import StepCost
 from mdi_shared.errors import MOST_SEED, ConfigError, Rule, is_number, require_int, require_rules
 from mdi_shared.json_input import parse_toml, require_mapping, require_object, require_texts
 from mdi_shared.placement import Placement, placement_by_name
+from mdi_shared.policies import NO_POLICY, Policy, new_policy, policy_name
 from mdi_shared.served import Served
 from mdi_shared.toml_text import to_toml, without_none
 
-FCFS = "fcfs"
-POLICIES = (FCFS,)  # names of scheduling policies: what is admitted, in which order
 LONGEST_RUN_S = 9e9  # what int64 nanoseconds hold
 
 
@@ -30,17 +29,18 @@ LONGEST_RUN_S = 9e9  # what int64 nanoseconds hold
 class RunDescription:
     """One run: what is served, how, on what, from which seed.
 
-    `cost` is what steps take, None where real devices take the time. `placement` is a name, or an
-    object of the caller's. `draft_accept_rate` is the chance that a draft token is accepted; the
-    run ends at `until_s` virtual seconds. `assumed` says in words what `describe_run` chose.
-    Raises `ConfigError` naming the field, its value and what is allowed.
+    `cost` is what steps take, None where real devices take the time. `policy` (a specification,
+    see policies/registry.py) and `placement` are names, or objects of the caller's.
+    `draft_accept_rate` is the chance that a draft token is accepted; the run ends at `until_s`
+    virtual seconds. `assumed` says in words what `describe_run` chose. Raises `ConfigError` naming
+    the field, its value and what is allowed.
     """
 
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cost: StepCost | None = None
     shape: ModelShape = V41_FLASH
     ranks: int = 1
-    policy: str = FCFS
+    policy: str | Policy = NO_POLICY
     placement: str | Placement = "round_robin"
     seed: int = 0
     draft_accept_rate: float = 0.7
@@ -54,11 +54,14 @@ class RunDescription:
         require_rules(self, self._rules())
         if isinstance(self.placement, str):
             placement_by_name(self.placement)
+        new_policy(self.policy)
         if self.cost is not None:
             require_step_cost(self.cost, self.shape)
 
     def _rules(self) -> Iterator[Rule]:
-        yield "policy", self.policy in POLICIES, f"must be one of {', '.join(POLICIES)}"
+        policy, strict = self.policy, self.scheduler.strict_upstream
+        yield ("policy", policy == NO_POLICY or not strict, "contradicts strict_upstream, which "
+               "has the production engine's rules")  # fmt: skip
         rate = self.draft_accept_rate
         yield ("draft_accept_rate", is_number(rate) and 0 <= rate <= 1, "must be between 0 and 1")
         until = self.until_s
@@ -78,10 +81,14 @@ class RunDescription:
             return placement_by_name(self.placement)
         return deepcopy(self.placement)
 
+    def new_policy(self) -> Policy | None:
+        """Return a policy that has decided nothing yet; None is first come, first served."""
+        return new_policy(self.policy)
+
     def to_json(self) -> dict[str, Any]:
         """Return plain dicts, lists and numbers; `from_json` inverts it.
 
-        A placement or cost of the caller's own becomes its name or description.
+        A policy, placement or cost of the caller's own becomes its name or description.
         """
         own = self.placement
         return {
@@ -90,7 +97,7 @@ class RunDescription:
                       for name, value in asdict(self.shape).items()},
             **({} if self.cost is None else {"cost": self.cost.describe()}),
             "ranks": self.ranks,
-            "policy": self.policy,
+            "policy": policy_name(self.policy),
             "placement": own if isinstance(own, str) else type(own).__name__,
             "seed": self.seed,
             "draft_accept_rate": self.draft_accept_rate,
@@ -103,8 +110,8 @@ class RunDescription:
     def from_json(cls, data: object) -> "RunDescription":
         """Build from what `to_json` returned; names left out have their defaults.
 
-        Raises `ConfigError` for unknown names, bad values, and a cost or placement that only its
-        author can build.
+        Raises `ConfigError` for unknown names, bad values, and a policy, cost or placement that
+        only its author can build.
         """
         own = require_object("run", data, (), tuple(field.name for field in fields(cls)))
         parts: dict[str, Any] = {}
@@ -118,8 +125,9 @@ class RunDescription:
             parts["scheduler"] = SchedulerConfig.from_mapping(options)
         if "served" in own:
             parts["served"] = Served.from_json(require_mapping("served", own["served"]))
-        if not isinstance(own.get("placement", ""), str):
-            raise ConfigError("placement", own["placement"], "must be a name")
+        for name in ("policy", "placement"):
+            if not isinstance(own.get(name, ""), str):
+                raise ConfigError(name, own[name], "must be a name")
         parts["assumed"] = require_texts("assumed", own.get("assumed", ()))
         return cls(**{**own, **parts})
 

@@ -12,8 +12,9 @@ from collections import deque
 from mdi_shared.chunking import ChunkPolicy, TokenBudget
 from mdi_shared.commit import InFlightStep, commit_step, dropped_rows
 from mdi_shared.config import WATERMARK, SchedulerConfig
+from mdi_shared.decisions import Decisions
 from mdi_shared.decode import DecodeSelection
-from mdi_shared.errors import ConfigError, DeadlockError
+from mdi_shared.errors import ConfigError, DeadlockError, require
 from mdi_shared.plan import (
     DECODE,
     IDLE_DECODE,
@@ -26,6 +27,7 @@ from mdi_shared.plan import (
     StepPlan,
     StepResult,
 )
+from mdi_shared.policies.base import Policy
 from mdi_shared.prefill import PrefillBatch, PrefillSelection
 from mdi_shared.queues import Queues
 from mdi_shared.repeat import Horizon, foretell, take_blocks
@@ -37,9 +39,18 @@ class Scheduler:
     """Plans the steps of one rank.
 
     `policy` decides how many prompt tokens a chunk gets; left out, the token budget decides.
+    `scheduling` decides who is next, who may take memory and who gives way; left out, the engine's
+    own rules (docs/rules.md, R8 and R17). Raises `ConfigError` for one beside `strict_upstream`.
     """
 
-    def __init__(self, config: SchedulerConfig, policy: ChunkPolicy | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        policy: ChunkPolicy | None = None,
+        scheduling: Policy | None = None,
+    ) -> None:
+        require(scheduling is None or not config.strict_upstream, "policy", scheduling,
+                "contradicts strict_upstream, which has the production engine's rules")  # fmt: skip
         self.config = config
         self.queues = Queues(config)
         self.policy: ChunkPolicy = policy if policy is not None else TokenBudget()
@@ -47,8 +58,9 @@ class Scheduler:
         self.step = 0  # number of the newest step planned; the first is 1
         self.keep = int(config.enable_zos)  # decode steps in flight from one turn to the next
         self.num_preempted = 0
-        self._prefill = PrefillSelection(self.queues, self.policy)
-        self._decode = DecodeSelection(self.queues)
+        self.decisions = None if scheduling is None else Decisions(scheduling, self.queues)
+        self._prefill = PrefillSelection(self.queues, self.policy, self.decisions)
+        self._decode = DecodeSelection(self.queues, self.decisions)
         self._in_flight: deque[InFlightStep] = deque()  # oldest first
         self._to_release: list[Sequence] = []
         self._next_seq_id = 0

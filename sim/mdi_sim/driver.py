@@ -62,7 +62,8 @@ class InFlight(NamedTuple):
 class RankDriver:
     """One data-parallel rank of a simulated run.
 
-    `request_of` builds the request of a trace row and says where its model stops it early.
+    `request_of` builds the request of a trace row, given when it arrived unless that is the
+    recorded time, and says where its model stops it early.
     `fast_forward` takes steps of one batch in one go; it changes no result. `on_progress` is told
     how many requests have ended.
     """
@@ -73,7 +74,7 @@ class RankDriver:
     source: Source
     outcomes: Outcomes
     recorder: RankRecorder
-    request_of: Callable[[int], tuple[Request, int | None]]
+    request_of: Callable[[int, int | None], tuple[Request, int | None]]
     shape: ModelShape
     cost: StepCost
     fast_forward: bool = True
@@ -134,16 +135,17 @@ class RankDriver:
         if self.now >= self.group.until_ns:
             raise TimeIsUp
         if not self.source.count_due(self.now):
-            return NO_NEWS
+            # Only scheduling policies ask what time it is.
+            return NO_NEWS if self.scheduler.decisions is None else News(now_ns=self.now)
         arrivals = []
         for row in self.source.take(self.now):
-            request, stop = self.request_of(row)
+            request, stop = self.request_of(row, self.source.arrived_ns.get(row))
             seq_id = self.recorder.submitted(row)
             if stop is not None:
                 self.outcomes.stops_at(seq_id, request, stop)
             arrivals.append(request)
         self.ingress_ns = self.cost.host.ingress(sum([new.prompt_len for new in arrivals]))
-        return News(tuple(arrivals))
+        return News(tuple(arrivals), now_ns=self.now)
 
     def _vote(self, vote: Vote) -> Waits:
         arrived = self.now

@@ -23,6 +23,7 @@ from mdi_shared.errors import ConfigError
 from mdi_shared.loop import Launch, News
 from mdi_shared.placement import RoundRobin
 from mdi_shared.plan import StepResult
+from mdi_shared.policies import NO_POLICY, Policy
 from mdi_shared.request import Request
 from mdi_shared.run_description import RunDescription
 from mdi_shared.scheduler import Scheduler
@@ -40,14 +41,17 @@ from mdi_traces.tables import build_run
 _NEVER = 1 << 62
 
 
-def replay_recorded(recorded: Run, shape: ModelShape | None = None) -> Run:
+def replay_recorded(
+    recorded: Run, shape: ModelShape | None = None, policy: Policy | None = None
+) -> Run:
     """Run the requests of a record through the scheduler again, rank by rank, at recorded times.
 
-    The scheduler's options, and the model's shape unless `shape` is given, are those in the
-    record's metadata. The result has its own plans and the record's times. Raises `ConfigError`
-    when its metadata lacks the options, or a rank has left no steps.
+    The scheduler's options are those in the record's metadata, and so are the model's shape unless
+    `shape` is given, and the scheduling policy unless it was the caller's own: `policy`. The
+    result has its own plans and the record's times. Raises `ConfigError` when the metadata lacks
+    the options, or a rank has left no steps.
     """
-    run = recorded_description(recorded)
+    run = recorded_description(recorded, policy)
     run = run if shape is None else replace(run, shape=shape)
     config, shape = run.scheduler, run.shape
     ranks = _number_of_ranks(recorded)
@@ -59,7 +63,7 @@ def replay_recorded(recorded: Run, shape: ModelShape | None = None) -> Run:
         _RecordedDriver(
             rank,
             group=group,
-            scheduler=Scheduler(config, _recorded_policy(recorded, run)),
+            scheduler=Scheduler(config, _recorded_chunks(recorded, run), run.new_policy()),
             source=Source(workload.arrivals[rank]),
             outcomes=Outcomes(config=config, seed=0, accept_rate=0.0),
             recorder=RankRecorder(rank),
@@ -83,7 +87,7 @@ def replay_recorded(recorded: Run, shape: ModelShape | None = None) -> Run:
     )  # fmt: skip
 
 
-def _recorded_policy(recorded: Run, run: RunDescription) -> ChunkPolicy:
+def _recorded_chunks(recorded: Run, run: RunDescription) -> ChunkPolicy:
     """Return the chunk policy of the record, asking the step times that it asked."""
     if run.scheduler.chunk_policy == "token_budget":
         return TokenBudget()
@@ -105,10 +109,11 @@ def _number_of_ranks(recorded: Run) -> int:
     return len(ranks)
 
 
-def recorded_description(recorded: Run) -> RunDescription:
+def recorded_description(recorded: Run, policy: Policy | None = None) -> RunDescription:
     """Return the run as its metadata states it, without step times: a built-in model by its name.
 
-    Raises `ConfigError` when it lacks the scheduler's options.
+    `policy` stands for a scheduling policy that the metadata can only name. Raises `ConfigError`
+    when it lacks the scheduler's options.
     """
     stated = {name: value for name, value in recorded.metadata.config.items() if name != "cost"}
     if not isinstance(stated.get("scheduler"), dict):
@@ -116,7 +121,10 @@ def recorded_description(recorded: Run) -> RunDescription:
                           "the record's metadata does not hold its options")  # fmt: skip
     if not isinstance(stated.get("shape"), dict):
         stated["shape"] = asdict(shape_by_name(str(recorded.metadata.model)))
-    return RunDescription.from_metadata(stated, recorded.metadata.seed)
+    if policy is None:
+        return RunDescription.from_metadata(stated, recorded.metadata.seed)
+    named = RunDescription.from_metadata({**stated, "policy": NO_POLICY}, recorded.metadata.seed)
+    return replace(named, policy=policy)
 
 
 def recorded_requests(recorded: Run) -> RequestTrace:
@@ -135,13 +143,14 @@ def _stopped(recorded: Run) -> NDArray[np.bool_]:
 
 def _stopping_as_recorded(
     workload: Workload, recorded: Run
-) -> Callable[[int], tuple[Request, int | None]]:
+) -> Callable[[int, int | None], tuple[Request, int | None]]:
     """Build requests as `workload` does, but tell a stop on the last token allowed from the cap."""
     stopped = _stopped(recorded).tolist()
     lengths = ints(recorded.requests_table["output_len"]).tolist()
 
-    def request(row: int) -> tuple[Request, int | None]:
-        return workload.request(row)[0], lengths[row] if stopped[row] else None
+    def request(row: int, arrived_ns: int | None) -> tuple[Request, int | None]:
+        stop = lengths[row] if stopped[row] else None
+        return workload.request(row, arrived_ns)[0], stop
 
     return request
 
@@ -189,7 +198,7 @@ class _RecordedDriver(RankDriver):
         following = self._at("t_sched", self.scheduler.step + 1)
         due = [name for end, name in self._aborts if end < following]
         self._aborts = self._aborts[len(due) :]
-        return News(news.arrivals, tuple(due))
+        return news._replace(aborts=tuple(due))
 
     def _launch(self, effect: Launch) -> Waits:
         plan, index = effect.plan, effect.plan.step - 1

@@ -23,6 +23,7 @@ from mdi_sim.outcomes import Outcomes
 from mdi_sim.source import make_sources
 from mdi_sim.stretch import NEVER
 from mdi_sim.workload import Workload
+from mdi_traces.hints import with_predictions
 from mdi_traces.recorder import RankRecorder
 from mdi_traces.requests import RequestTrace
 from mdi_traces.run import Run
@@ -58,6 +59,7 @@ def simulate(
     run = describe_run(description, **options)
     config, cost, until_s = run.scheduler, run.step_cost, run.until_s
     config.require_pool_fits()
+    trace = with_predictions(trace, run.policy)
     workload = Workload(trace, run.ranks, run.new_placement())
     env = simpy.Environment()
     group = Group(
@@ -65,10 +67,10 @@ def simulate(
         until_ns=NEVER if until_s is None else int(until_s * 1e9),
         looks_cost=cost.host.ingress_ns_per_token > 0,
     )  # fmt: skip
-    policy = make_policy(config, run.shape, cost if chunk_cost is None else chunk_cost)
+    chunks = make_policy(config, run.shape, cost if chunk_cost is None else chunk_cost)
     drivers = [
         RankDriver(
-            rank, group=group, scheduler=Scheduler(config, policy), source=source,
+            rank, group=group, scheduler=Scheduler(config, chunks, run.new_policy()), source=source,
             outcomes=Outcomes(config=config, seed=run.seed, accept_rate=run.draft_accept_rate),
             recorder=RankRecorder(rank, drafting=config.num_draft_tokens > 0),
             request_of=workload.request, shape=run.shape, cost=cost,

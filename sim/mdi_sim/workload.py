@@ -4,6 +4,7 @@ from mdi_shared.placement import Placement, place_rows
 from mdi_shared.request import Request
 from mdi_sim.source import Arrivals
 from mdi_traces.columns import codes, ints
+from mdi_traces.hints import trace_hints
 from mdi_traces.requests import RequestTrace
 
 
@@ -22,6 +23,7 @@ class Workload:
             ints(table[name]).tolist()
             for name in ("prompt_len", "max_tokens", "output_len", "cached_len", "arrival_ns")
         )
+        self._hints = trace_hints(trace)
         self._think = ints(table["think_ns"], null=-1).tolist()
         self._sessions = codes(table["session_id"])[0].tolist()
         self._ranks = place_rows(
@@ -31,15 +33,17 @@ class Workload:
         )  # fmt: skip
         self.arrivals = self._arrivals(num_ranks)
 
-    def request(self, row: int) -> tuple[Request, int | None]:
+    def request(self, row: int, arrived_ns: int | None = None) -> tuple[Request, int | None]:
         """Build the request of a trace row, and say at which output length its model stops.
 
-        None: it runs to `max_tokens`, which the scheduler knows.
+        None: it runs to `max_tokens`, which the scheduler knows. `arrived_ns` is when it arrived,
+        where that was not the recorded time.
         """
         output_len, max_tokens = self._output_lens[row], self._max_tokens[row]
         request = Request(
             req_id=self._req_ids[row], prompt_len=self._prompt_lens[row],
-            max_tokens=max_tokens, cached_len=self._cached_lens[row],
+            max_tokens=max_tokens, cached_len=self._cached_lens[row], hints=self._hints[row],
+            arrived_ns=self._times[row] if arrived_ns is None else arrived_ns,
         )  # fmt: skip
         return request, (output_len if output_len < max_tokens else None)
 

@@ -11,7 +11,7 @@ from minideepinfer.commands.values import read_description
 OPTIONS = ("--model", "tiny")
 FAST = "note: recorded arrival times scaled to 100 requests per second"
 DRAWN = "note: recorded arrival times replaced by Poisson(rate=3.0), seed 0"
-UNUSED = "note: priority and hash_ids of the trace: kept, but no policy uses them"
+UNUSED = "note: priority and hash_ids of the trace: kept, but nothing in this run uses them"
 
 
 def rows(*arrivals_s, **more):

@@ -18,7 +18,7 @@ from tests.fuzz.suite import run
 
 # Suite -> seconds of computing that one case may take.
 SUITES = {"schedules": 60.0, "readers": 10.0, "commands": 40.0, "checkpoints": 20.0,
-          "calls": 40.0, "groups": 20.0}  # fmt: skip
+          "calls": 40.0, "groups": 20.0, "policies": 60.0}  # fmt: skip
 
 
 def main():

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from tests.fuzz.policies import run as run_under_policy
 from tests.fuzz.schedules import run
 
 SLICE = 400
@@ -17,4 +18,13 @@ def test_random_schedules_end_with_everything_answered(part):
     met = {"schedules of groups", "schedules with a cost target", "preemptions",
            "schedules in strict mode", "requests ended: abort", "strict mode: DeadlockError",
            "requests ended: insufficient_system_resource"}  # fmt: skip
+    assert all(counts[name] > 0 for name in met), counts
+
+
+def test_random_schedules_under_random_policies():
+    counts: Counter[str] = Counter()
+    for seed in range(SLICE):
+        run_under_policy(seed, counts)
+    met = {"preemptions", "schedules of groups", "schedules with axes combined",
+           "schedules of the engine's own rules", "schedules taken many steps at once"}  # fmt: skip
     assert all(counts[name] > 0 for name in met), counts

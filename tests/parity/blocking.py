@@ -121,13 +121,13 @@ class BlockingRank:
         self.polled, self.waited = self.now, 0
         requests = []
         for row in self.sources[self.rank].take(self.now):
-            request, stop = self.request_of(row)
+            request, stop = self.request_of(row, self.sources[self.rank].arrived_ns.get(row))
             seq_id = self.recorder.submitted(row)
             if stop is not None:
                 self.outcomes.stops_at(seq_id, request, stop)
             requests.append(request)
         self.ingress = self.cost.host.ingress(sum(request.prompt_len for request in requests))
-        return News(tuple(requests))
+        return News(tuple(requests), now_ns=self.now)
 
     def launch(self, plan):
         is_alone = len(self.sources) == 1

@@ -25,6 +25,7 @@ from mdi_shared.scheduler import Scheduler
 from mdi_shared.vote import decide
 
 TOKEN = 7  # any id that is not the end-of-sequence token
+STEP_NS = 10_000_000  # what a step takes on the clock that scheduling policies see
 
 
 def toy(**options) -> SchedulerConfig:
@@ -95,9 +96,10 @@ class ScriptedRank:
     """One rank: `script[step]` lists requests and abort names that come up before that step."""
 
     def __init__(
-        self, config, script, *, num_ranks=1, accepted=None, stops=None, policy=None, repeat=1
-    ):
-        self.scheduler = Scheduler(config, policy)
+        self, config, script, *, num_ranks=1, accepted=None, stops=None, policy=None, repeat=1,
+        scheduling=None,
+    ):  # fmt: skip
+        self.scheduler = Scheduler(config, policy, scheduling)
         self.script = dict(script)
         self.accepted = accepted or {}
         self.stops = stops or {}  # request name -> output length at which it says end of sequence
@@ -105,10 +107,10 @@ class ScriptedRank:
         self.repeat = repeat  # most steps taken per launch
         self.flights: deque[tuple[StepPlan, int]] = deque()
         self.names: dict[int, str] = {}
+        self.arrived_ns: dict[str, int] = {}
         self.turns: list[Turn] = []
         self.reports: list[Report] = []
         self.early: list[Report] = []  # reports that belong to no step, like a flush's
-        self.processed = 0
         self.loop = serve(self.scheduler, num_ranks=num_ranks)
         self.in_group = num_ranks > 1
         self.pending: Vote | AwaitArrival | None = None
@@ -157,12 +159,10 @@ class ScriptedRank:
         taken = min(self.repeat, self._certain(effect))
         for shift in range(taken):
             self.flights.append((effect.plan, shift))
-        self.processed = 0  # of them and the one before, in this go
         while taken > 1 and len(self.flights) > 1 + self.scheduler.config.enable_zos:
-            self.flights.popleft()
-            self.processed += 1
-        for seq_id in effect.plan.seq_ids if self.processed else ():
-            self.output_len[self.names[seq_id]] += self.processed
+            self.flights.popleft()  # processed with the next one, whose tokens depend on it
+            for seq_id in effect.plan.seq_ids:
+                self.output_len[self.names[seq_id]] += 1
         self.turns.append(Turn(effect.plan, self.names, taken=taken))
         return taken
 
@@ -190,7 +190,9 @@ class ScriptedRank:
         requests = tuple(e for e in entries if isinstance(e, Request))
         for request in requests:
             self.names[len(self.names)] = request.req_id
-        return News(requests, tuple(e for e in entries if isinstance(e, str)))
+            self.arrived_ns[request.req_id] = request.arrived_ns
+        aborts = tuple(e for e in entries if isinstance(e, str))
+        return News(requests, aborts, self.scheduler.step * STEP_NS)
 
     def _note(self, report: Report) -> None:
         self.reports.append(report)
@@ -199,7 +201,6 @@ class ScriptedRank:
             for seq_id, tokens in columns:
                 name = self.names[seq_id]
                 self.output_len[name] = self.output_len.get(name, 0) + len(tokens)
-        assert report.advance is None or report.advance.processed == self.processed
         for ending in endings([report]):
             assert ending.output_len == self.output_len.get(self.names[ending.seq_id], 0)
 

@@ -117,7 +117,7 @@ def test_a_placement_of_the_callers_begins_anew_in_each_run():
         ({"ranks": 5}, "ep = 5"),
         ({"ranks": 2.0}, "ranks = 2.0: must be an int, at least 1"),
         ({"seed": -1}, "seed = -1: must be at least 0"),
-        ({"policy": "srpt"}, "policy = 'srpt': must be one of fcfs"),
+        ({"policy": "sprt"}, "policy = 'sprt': 'sprt' is not a policy; known: fcfs, "),
         ({"placement": "x"}, "placement = 'x': must be one of round_robin"),
         ({"draft_accept_rate": 2.0}, "must be between 0 and 1"),
         ({"until_s": 0.0}, "until_s = 0.0: must be above 0"),

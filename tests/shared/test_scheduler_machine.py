@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mdi_shared.plan import StepResult
+from mdi_shared.policies import NO_POLICY, new_policy
 from mdi_shared.scheduler import Scheduler
 from tests.shared.script import TOKEN, request, toy
 
@@ -16,6 +17,8 @@ EOS = 1
 
 
 class SchedulerMachine(RuleBasedStateMachine):
+    policy = NO_POLICY
+
     @initialize(
         zos=st.booleans(), chunked=st.booleans(), nextn=st.integers(0, 2),
         num_blocks=st.integers(5, 20), seats=st.integers(1, 4), stop=st.booleans(),
@@ -28,7 +31,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_blocks=num_blocks, max_num_seqs=seats, stop_preempted_request=stop,
             prefill_any_attempt_interval=1_000,
         )  # fmt: skip
-        self.scheduler = Scheduler(self.config)
+        self.scheduler = Scheduler(self.config, scheduling=new_policy(self.policy))
         self.flights = []
         self.live = {}
         self.emitted = {}
@@ -37,10 +40,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(prompt=st.integers(1, 18), most=st.integers(1, 8))
     def submit(self, prompt, most):
         name = f"r{len(self.emitted)}"
-        seq_id = self.scheduler.submit(request(name, prompt, max_tokens=most))
+        seq_id = self.scheduler.submit(self.request(name, prompt, most))
         self.live[name] = seq_id
         self.emitted[seq_id] = 0
         assert self.scheduler.has_unfinished()
+
+    def request(self, name, prompt, most):
+        return request(name, prompt, max_tokens=most)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())

@@ -8,13 +8,14 @@ of the deviation table play them.
 import random
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mdi_shared.chunking import ChunkPolicy
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.errors import DeadlockError, UpstreamCheckError
-from mdi_shared.request import Request
-from tests.shared.script import ScriptedRank, run_together
+from mdi_shared.policies import NO_POLICY, Policy, new_policy
+from mdi_shared.request import Hints, Request
+from tests.shared.script import STEP_NS, ScriptedRank, run_together
 
 Script = dict[int, list[Request | str]]
 
@@ -35,13 +36,18 @@ class Workload:
 
 
 def play(
-    workload: Workload, most_steps: int, *, policy: ChunkPolicy | None = None, repeat: int = 1
+    workload: Workload,
+    most_steps: int,
+    *,
+    policy: ChunkPolicy | None = None,
+    repeat: int = 1,
+    scheduling: str | Policy = NO_POLICY,
 ) -> tuple[list[ScriptedRank], Exception | None]:
     """Return our ranks after the run, and the error that ended it before its time, if one did."""
     ranks = [
         ScriptedRank(
             workload.config, {step: list(news) for step, news in script.items()}, policy=policy,
-            repeat=repeat,
+            repeat=repeat, scheduling=new_policy(scheduling),
             num_ranks=len(workload.scripts), stops=stops, accepted=Accepted(workload),
         )
         for script, stops in zip(workload.scripts, workload.stops, strict=True)
@@ -67,6 +73,27 @@ class Accepted(Mapping[tuple[str, int], int]):
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
         raise NotImplementedError
+
+
+def with_hints(workload: Workload) -> Workload:
+    """Return the workload with hints and arrival times for scheduling policies."""
+    scripts = [
+        {step: [_hinted(workload.seed, step, entry) for entry in script[step]] for step in script}
+        for script in workload.scripts
+    ]
+    return replace(workload, scripts=scripts)
+
+
+def _hinted(seed: int, step: int, entry: Request | str) -> Request | str:
+    if isinstance(entry, str):
+        return entry
+    rng = random.Random(f"hints {seed} {entry.req_id}")
+    hints = Hints(
+        predicted_len=rng.choice([None, rng.randint(1, 30)]), client=rng.choice([None, "a", "b"]),
+        deadline_ns=rng.choice([None, rng.randint(1, 100) * STEP_NS]),
+        priority=rng.randint(-1, 2), program=rng.choice([None, "p", "q"]),
+    )  # fmt: skip
+    return replace(entry, hints=hints, arrived_ns=(step - 1) * STEP_NS)
 
 
 def small(seed: int, *, strict: bool = True) -> Workload:

@@ -81,5 +81,5 @@ def test_notes_say_when_requests_are_due_and_what_is_not_used(sessions):
     assert unused_note(sessions) is None
     marked = trace_of(arrival_ns=[0], prompt_len=[1], output_len=[1], priority=[1], hash_ids=[[1]])
     assert unused_note(marked) == (
-        "priority and hash_ids of the trace: kept, but no policy uses them"
+        "priority and hash_ids of the trace: kept, but nothing in this run uses them"
     )

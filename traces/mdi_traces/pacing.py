@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from mdi_shared.errors import ConfigError
+from mdi_shared.policies import NO_POLICY, Policy
 from mdi_traces.columns import Bools, Ints, codes, ints, numbers, valid_rows
 from mdi_traces.distributions import ArrivalProcess
 from mdi_traces.requests import LATEST_NS, RequestTrace, clear_outputs, put_column
@@ -70,13 +71,14 @@ def due_note(trace: RequestTrace) -> str:
     return f"first request due after {_duration(arrival.min())}, last {_duration(arrival.max())}"
 
 
-def unused_note(trace: RequestTrace) -> str | None:
-    """Name the columns of the trace that nothing uses, which a reader might count on."""
+def unused_note(trace: RequestTrace, policy: str | Policy = NO_POLICY) -> str | None:
+    """Name the columns of the trace that a run under `policy` does not use."""
     table = trace.table
-    unused = [n for n in ("priority", "hash_ids") if table[n].null_count < len(table)]
+    for_policies = ("priority", "client", "deadline_ns") if policy == NO_POLICY else ()
+    unused = [n for n in (*for_policies, "hash_ids") if table[n].null_count < len(table)]
     if not unused:
         return None
-    return f"{' and '.join(unused)} of the trace: kept, but no policy uses them"
+    return f"{' and '.join(unused)} of the trace: kept, but nothing in this run uses them"
 
 
 def _at_rate(recorded: Ints, rate: float) -> Ints:

@@ -181,6 +181,10 @@ def request_problems(table: pa.Table) -> Iterator[Problem]:
                       "leaves room for the run after it", arrival)  # fmt: skip
     yield from _first(_falls(arrival), "arrival_ns", "{} is earlier than the row before; order "
                       "rows by arrival (mdi convert --sort, or sort=True)", arrival)  # fmt: skip
+    for name in ("deadline_ns", "predicted_len"):
+        values = ints(table[name], null=1)
+        words = f"{{}} must be from 1 to {LATEST_NS}; null = not known"
+        yield from _first((values < 1) | (values > LATEST_NS), name, words, values)
     rank = ints(table["rank"])
     yield from _first(rank < 0, "rank", "{} must not be negative; null = any rank", rank)
     yield from _sampling(table)

@@ -18,7 +18,7 @@ import pyarrow as pa
 from mdi_shared.errors import TraceError
 from mdi_shared.json_input import parse_json
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 METADATA_KEY = b"mdi"
 CONTENT_KEY = b"mdi_content"  # of a run's files: what all of them must agree on
 
@@ -123,7 +123,12 @@ _REQUEST_ROWS: list[_Row] = [
     ("output_len", _I32, False, "tokens", "input: how many to give; output: how many came"),
     ("cached_len", _I32, False, "tokens", "leading prompt tokens already cached"),
     ("hash_ids", pa.list_(_I64), True, "", "prefix blocks in order; equal ids, equal block"),
-    ("priority", _I8, True, "", "larger is more urgent; kept, but no policy uses it"),
+    ("priority", _I8, True, "", "larger is more urgent"),
+    # Since version 3, with `priority` for scheduling policies.
+    ("client", _TEXT, True, "", "who pays for it: shares are fair between clients"),
+    ("deadline_ns", _I64, True, "ns", "first token due, after arrival"),
+    ("predicted_len", _I32, True, "tokens", "what a predictor says of output_len; a run under a "
+     "policy adds it"),
     ("temperature", _F32, True, "", "null = default"),
     ("top_p", _F32, True, "", "null = default"),
     ("top_k", _I32, True, "", "null = default"),
@@ -166,7 +171,10 @@ SCHEMAS: Mapping[str, pa.Schema] = MappingProxyType(
 
 # Columns that older files lack, by the version that brought them: read as null.
 ADDED_COLUMNS: Mapping[str, Mapping[str, int]] = MappingProxyType(
-    {STEPS: dict.fromkeys(("ingress_ms", "cpu_prep_ms", "cpu_launch_ms", "gap_ms"), 2)}
+    {
+        STEPS: dict.fromkeys(("ingress_ms", "cpu_prep_ms", "cpu_launch_ms", "gap_ms"), 2),
+        REQUESTS: dict.fromkeys(("client", "deadline_ns", "predicted_len"), 3),
+    }
 )
 
 # What a run adds to a request; null in an input. `rank` is not among them: a replay may fix it.

@@ -329,7 +329,7 @@ class LLMEngine:
             self._num_submitted += 1
             if self.recording is not None:
                 self.recording.submitted(state)
-        return News(tuple(state.request() for state in arrived), tuple(aborts))
+        return News(tuple(state.request() for state in arrived), tuple(aborts), self._poll_ns)
 
     # ---- effects -------------------------------------------------------------------------------
 

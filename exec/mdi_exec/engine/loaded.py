@@ -44,6 +44,7 @@ from mdi_shared.cost.predicted import PredictedCost
 from mdi_shared.cost.roofline import RooflineCost
 from mdi_shared.cost.shape import ModelShape
 from mdi_shared.cost.step_cost import StepCost
+from mdi_shared.policies import new_policy
 from mdi_shared.scheduler import Scheduler
 from mdi_traces.schema import this_generator
 
@@ -174,14 +175,19 @@ class LoadedModel:
         cost, notes = _chunk_cost(cost_model, config, shape, options.cost_model)
         recording = None
         if options.record is not None:
+            described = options.described()
             recording = Recording(
                 shape,
                 hardware=hardware_name(options.device),
-                options={"engine": asdict(options), "chunk_cost": cost.describe()},
+                options={
+                    "engine": described,
+                    "policy": described["policy"],
+                    "chunk_cost": cost.describe(),
+                },
                 rank=self.group.rank,
             )
         engine = LLMEngine(
-            Scheduler(config, make_policy(config, shape, cost)),
+            Scheduler(config, make_policy(config, shape, cost), new_policy(options.policy)),
             self._runner(options, config),
             vocab_size=self.config.vocab_size,
             tokenizer=self.tokenizer,
@@ -220,7 +226,7 @@ class LoadedModel:
             smallest = min(blocks for (blocks,) in self.group.gather((config.num_blocks,)))
             config = replace(config, num_blocks=smallest)
         own = {"device", "record", "group_port", "group_timeout_s", "group_start_timeout_s"}
-        engine = {n: v for n, v in asdict(options).items() if n not in own}
+        engine = {n: v for n, v in options.described().items() if n not in own}
         self.group.require_equal(
             {
                 "checkpoint": self.source.fingerprint,

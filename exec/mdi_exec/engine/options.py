@@ -19,6 +19,7 @@ from mdi_exec.ranks.exchange import require_kind
 from mdi_shared.config import MOST_BLOCKS, SchedulerConfig
 from mdi_shared.errors import ConfigError, is_number
 from mdi_shared.placement import placement_by_name
+from mdi_shared.policies import NO_POLICY, Policy, new_policy, policy_name
 
 GB = 1e9
 DEFAULT_MAX_MODEL_LEN = 4_096
@@ -50,7 +51,9 @@ class EngineOptions:
     float32 numerics. `compile_ahead` compiles, side by side and before the model is loaded, the
     kernels that these options can reach and the cache does not have; else each is compiled when
     first needed. `seed` makes the seeds of requests that bring none. `cost_model` names the
-    calibrated step-time model (JSON) that chunk_policy = 'cost_target' asks.
+    calibrated step-time model (JSON) that chunk_policy = 'cost_target' asks. `policy` decides who
+    is next, who may take memory and who gives way: a specification such as "srpt:sigma=0.5"
+    (docs/policies.md), or a `Policy` of your own.
 
     `data_parallel_size` ranks serve requests side by side, each with its own cache, and share the
     routed experts; `expert_parallel_size` is the same number in this version. They are processes
@@ -73,6 +76,7 @@ class EngineOptions:
     seed: int = 0
     record: str | None = None
     cost_model: str | None = None
+    policy: str | Policy = NO_POLICY
     data_parallel_size: int = 1
     expert_parallel_size: int | None = None
     exchange: str = "all_gather"
@@ -107,6 +111,7 @@ class EngineOptions:
                               "needs a GPU; on a CPU give kv_cache_memory_gb")  # fmt: skip
         if self.replay_keep_tokens < 0:
             raise ConfigError("replay_keep_tokens", self.replay_keep_tokens, "must be at least 0")
+        new_policy(self.policy)
         self._check_group()
 
     def _check_group(self) -> None:
@@ -130,6 +135,11 @@ class EngineOptions:
             raise ConfigError("expert_parallel_size", self.expert_parallel_size,
                               f"must equal the number of ranks, data_parallel_size = {size}, in "
                               "this version")  # fmt: skip
+
+    def described(self) -> dict[str, Any]:
+        """Return the options as plain data; a policy of the caller's own becomes its name."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**own, "policy": policy_name(self.policy)}
 
     def keep_loading(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return `options` with those of loading as they are here.
@@ -189,7 +199,8 @@ def _check_types(options: EngineOptions) -> None:
     """A size in GB or a share is a number, a count an integer, and neither is a bool."""
     for name, declared in get_type_hints(EngineOptions).items():
         value, kinds = getattr(options, name), get_args(declared) or (declared,)
-        if value is None and NoneType in kinds:
+        is_object = isinstance(value, Policy) and Policy in kinds
+        if is_object or (value is None and NoneType in kinds):
             continue
         allowed, words = _KINDS[kinds[0]]
         if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):

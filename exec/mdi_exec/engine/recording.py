@@ -7,6 +7,7 @@ written then, atomically. Read next: `mdi_traces/recorder.py`, docs/trace-format
 import base64
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from mdi_traces.columns import numbers, texts
 from mdi_traces.recorder import REQUEST_FIELDS, Launches, RankRecorder, RequestLog
 from mdi_traces.requests import build_requests
 from mdi_traces.run import Run
-from mdi_traces.schema import Metadata
+from mdi_traces.schema import REQUEST_SCHEMA, Metadata
 from mdi_traces.tables import build_run
 
 NO_PREDICTION = -1
@@ -144,14 +145,20 @@ class _Row(NamedTuple):
     top_p: float
     top_k: int
     seed: int
+    session_id: str | None
+    priority: int | None
+    client: str | None
+    deadline_ns: int | None
+    predicted_len: int | None
 
     @classmethod
     def of(cls, state: RequestState) -> "_Row":
-        params = state.params
+        params, hints = state.params, state.params.hints
         return cls(
             state.req_id, state.arrival_ns, state.prompt_len, params.max_tokens,
             len(state.tokens) - state.prompt_len, params.temperature, params.top_p, params.top_k,
-            params.rng_seed,
+            params.rng_seed, hints.program, hints.priority or None, hints.client,
+            hints.deadline_ns, hints.predicted_len,
         )  # fmt: skip
 
 
@@ -248,6 +255,10 @@ _COLUMNS: dict[str, Callable[[list[Any]], pa.Array]] = {
     "temperature": _floats,
     "top_p": _floats,
     "seed": lambda values: numbers(np.array(values, dtype=np.uint64), pa.uint64()),
+    **{
+        n: partial(pa.array, type=REQUEST_SCHEMA.field(n).type)
+        for n in ("session_id", "priority", "client", "deadline_ns", "predicted_len")
+    },
 }
 
 

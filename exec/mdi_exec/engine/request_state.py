@@ -48,6 +48,7 @@ class RequestState:
         return Request(
             req_id=self.req_id, prompt_len=self.prompt_len, max_tokens=params.max_tokens,
             ignore_eos=params.ignore_eos, stop_token_ids=params.stop_token_ids,
+            arrived_ns=self.arrival_ns, hints=params.hints,
         )  # fmt: skip
 
     def has_stop_string(self) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 from mdi_exec.model.staging import Array
 from mdi_exec.ops.sampler import NO_GOLDEN, SamplingNeeds
 from mdi_shared.errors import ConfigError
+from mdi_shared.request import NO_HINTS, Hints
 
 SEED_MODULUS = 2**64
 MOST_INT32 = 2**31 - 1
@@ -38,7 +39,8 @@ class SamplingParams:
     tokens one by one, -1 = sample normally. `seq_seed` is taken modulo 2^64; `rng_seed` is the one
     in use: `seq_seed`, or a random one of this object when that is None (a `dataclasses.replace`
     draws anew). `seed` and `logprobs` are other names to give `seq_seed` and `top_logprobs` by.
-    Raises `ConfigError` naming field, value and what is allowed.
+    `hints` are for the scheduling policy. Raises `ConfigError` naming field, value and what is
+    allowed.
     """
 
     n: int = 1
@@ -53,6 +55,7 @@ class SamplingParams:
     first_n_token_no_eos: int = 0
     golden_token_ids: tuple[int, ...] = ()
     seq_seed: int | None = None
+    hints: Hints = NO_HINTS
     rng_seed: int = field(init=False, repr=False, compare=False)
     seed: InitVar[int | None] = None
     logprobs: InitVar[int | None] = None

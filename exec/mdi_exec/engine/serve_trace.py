@@ -20,6 +20,7 @@ from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.engine.workers import GroupEngine
 from mdi_shared.placement import Placement, RoundRobin, place_rows
 from mdi_traces.columns import codes, ints
+from mdi_traces.hints import trace_hints
 from mdi_traces.pacing import require_bearable_waits
 from mdi_traces.requests import RequestTrace
 
@@ -48,6 +49,7 @@ class TraceClient:
         # Drawn before time runs: drawing one later would hold up a step.
         self._prompts = [self._draw_prompt(row) for row in range(len(table))]
         self._output_lens = ints(table["output_len"]).tolist()
+        self._hints = trace_hints(trace)
         self._thinks = ints(table["think_ns"], null=-1).tolist()
         self._row_of = {req_id: row for row, req_id in enumerate(self._req_ids)}
         self._follower: dict[int, int] = {}
@@ -125,8 +127,9 @@ class TraceClient:
         while self._due and self._due[0][0] <= now_ns:
             due, row = heapq.heappop(self._due)
             params = SamplingParams(
-                max_tokens=self._output_lens[row], ignore_eos=True, seq_seed=row, temperature=1.0
-            )
+                max_tokens=self._output_lens[row], ignore_eos=True, seq_seed=row, temperature=1.0,
+                hints=self._hints[row],
+            )  # fmt: skip
             name = self.engine.add_request(
                 self._prompts[row].tolist(), params, self._req_ids[row], rank=self._ranks[row],
                 arrival_ns=begin_ns + due,

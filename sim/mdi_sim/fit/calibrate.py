@@ -36,9 +36,9 @@ from mdi_traces.columns import ints
 from mdi_traces.io import read_table
 from mdi_traces.saving import RUN_ENDINGS, run_files, run_prefix
 from mdi_traces.schema import (
+    ADDED_COLUMNS,
     METADATA_KEY,
     REQUESTS,
-    SCHEMA_VERSION,
     STEPS,
     Metadata,
     this_generator,
@@ -48,6 +48,7 @@ FEWEST_STEPS = 30  # of a kind, those left out not counted
 KEPT_OPTIONS = ("scheduler", "engine", "ranks", "provenance")
 # What must vary to be told apart from a constant. Pairs follow from these; the fit drops the rest.
 DECISIVE = {PREFILL: ("rows", "cached_rows", "n_seqs"), DECODE: ("rows", "sum_k")}
+_HOST_TIMES_SINCE = max(ADDED_COLUMNS[STEPS].values())
 _UNIT_OF = {"const": "step", "rows": "row", "consumer_rows": "row", "sum_k": "token",
             "cached_rows": "token", "n_seqs": "sequence"}  # fmt: skip
 
@@ -83,16 +84,16 @@ class Recorded:
 def read_recorded(path: str | os.PathLike[str], *, of_group: bool = False) -> Recorded:
     """Read the steps and requests of a run, given its prefix or one of its files.
 
-    Raises `TraceError` when they cannot be read, have another schema version than today's (older
-    ones lack host times), come from several ranks, or for `of_group` do not.
+    Raises `TraceError` when they cannot be read, have a schema version that lacks host times, come
+    from several ranks, or for `of_group` do not.
     """
     base, files = run_prefix(path), run_files(path)
     file = str(files.get(STEPS, f"{base}{RUN_ENDINGS[STEPS]}"))
     table, metadata = read_table(file, STEPS)
     version = json.loads(pq.read_schema(file).metadata[METADATA_KEY])["schema_version"]
-    if version != SCHEMA_VERSION:  # which `read_table` brought up to today's
-        raise TraceError(file, f"has schema version {version}, calibration needs {SCHEMA_VERSION}: "
-                         "record or simulate the run again")  # fmt: skip
+    if version < _HOST_TIMES_SINCE:  # `read_table` has added columns, without values
+        raise TraceError(file, f"has schema version {version}, calibration needs "
+                         f"{_HOST_TIMES_SINCE}: record or simulate the run again")  # fmt: skip
     if not len(table):
         raise TraceError(file, "holds no steps")
     has_several = int(ints(table["rank"]).max()) > 0

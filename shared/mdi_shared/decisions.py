@@ -1,0 +1,156 @@
+"""Asks a scheduling policy at the core's decisions, and holds it to its rules.
+
+The core keeps memory and progress: who holds blocks stays first, nothing is asked when nothing
+runs, and between two decisions nothing is asked at all. Whatever a policy does wrong ends in one
+line that names it (`PolicyError`).
+
+Read next: `policies/base.py` (the questions), `prefill.py` and `decode.py` (the decisions).
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import islice
+from math import inf
+from typing import NoReturn, TypeVar
+
+from mdi_shared.errors import MiniDeepInferError, PolicyError
+from mdi_shared.policies.base import SECOND, Key, Policy, View
+from mdi_shared.queues import Queues
+from mdi_shared.request import Sequence
+
+Asked = Callable[[Sequence, View], Key]
+Answer = TypeVar("Answer")
+
+
+class Decisions:
+    """One scheduler's policy, what it sees, and what it has been told was served."""
+
+    __slots__ = ("_policy", "_queues", "_told", "view")
+
+    def __init__(self, policy: Policy, queues: Queues) -> None:
+        self._policy = policy
+        self._queues = queues
+        # Output tokens the policy has been told of, per sequence that ever had a chunk.
+        self._told: dict[Sequence, int] = {}
+        self.view = View(queues.config.block_size, queues.blocks.num_total - 1)
+
+    def begin_prefill(self) -> None:
+        """Tell what was served since the last attempt, and sort the waiting queue."""
+        self._tell_outputs()
+        self._refresh(())
+        self._call("look", None, self._policy.look, self.view)
+        queues = self._queues
+        held = int(bool(queues.waiting and queues.waiting[0].block_table))
+        if len(queues.waiting) - held > 1:
+            rest = list(islice(queues.waiting, held, None))
+            queues.waiting = deque([*islice(queues.waiting, held), *self._arranged(rest)])
+            self.view.waiting = queues.waiting
+
+    def admits(self, seq: Sequence, picked: list[Sequence]) -> bool:
+        """Say whether the head, which fits, may take memory beside those running and picked."""
+        queues = self._queues
+        if len(queues.running) == len(queues.dead) and not picked:
+            return True
+        if self._is_overdue(seq):
+            return True
+        self._refresh(picked)
+        answer = self._call("admit", seq, self._policy.admit, seq, self.view)
+        if type(answer) is not bool:
+            self._fail("admit", seq, f"returned {answer!r}, which is neither True nor False")
+        return answer
+
+    def took(self, seq: Sequence, tokens: int) -> None:
+        """Tell that a chunk of so many prompt tokens is planned."""
+        self._told.setdefault(seq, seq.output_len)
+        self._call("served", seq, self._policy.served, seq, tokens, 0)
+
+    def victims_first(self) -> list[Sequence]:
+        """Return the running sequences, those first that give way first."""
+        self._refresh(())
+        running = sorted(self._queues.running, key=lambda seq: seq.seq_id)
+        return self._sorted("victim", self._policy.victim, running, greatest_first=True)
+
+    # ---- how it asks ---------------------------------------------------------------------------
+
+    def _tell_outputs(self) -> None:
+        left = []
+        for seq, told in self._told.items():
+            new = seq.output_len - told
+            if new or seq.is_finished:
+                self._call("served", seq, self._policy.served, seq, 0, new)
+                self._told[seq] = seq.output_len
+            if seq.is_finished:
+                left.append(seq)
+        for seq in left:
+            del self._told[seq]
+
+    def _refresh(self, picked: Iterable[Sequence]) -> None:
+        queues, view = self._queues, self.view
+        view.free_blocks = queues.blocks.num_free
+        view.waiting = queues.waiting
+        view.running = [*(seq for seq in queues.running if not seq.is_finished), *picked]
+
+    def _is_overdue(self, seq: Sequence) -> bool:
+        most = self._policy.max_wait_s
+        return most < inf and self.view.now_ns - seq.request.arrived_ns >= most * SECOND
+
+    def _arranged(self, rest: list[Sequence]) -> list[Sequence]:
+        late = [seq for seq in rest if self._is_overdue(seq)]
+        if late:
+            rest = [seq for seq in rest if not self._is_overdue(seq)]
+            late.sort(key=lambda seq: (seq.request.arrived_ns, seq.seq_id))
+        return late + self._sorted("order", self._policy.order, rest)
+
+    def _sorted(
+        self, hook: str, ask: Asked, seqs: list[Sequence], *, greatest_first: bool = False
+    ) -> list[Sequence]:
+        """Return `seqs` by their keys, equals as they stand."""
+        keys = [self._key(hook, ask, seq) for seq in seqs]
+        places = range(len(seqs))
+        try:
+            by_key = sorted(places, key=keys.__getitem__, reverse=greatest_first)
+        except TypeError:
+            self._name_mixed(hook, seqs, keys)
+        return [seqs[place] for place in by_key]
+
+    def _key(self, hook: str, ask: Asked, seq: Sequence) -> Key:
+        key = self._call(hook, seq, ask, seq, self.view)
+        for part in key if type(key) is tuple else (key,):
+            if not isinstance(part, int | float | str):
+                self._fail(hook, seq, f"returned {key!r}: a key is a number, a text, or a tuple "
+                           "of these")  # fmt: skip
+            if part != part:
+                self._fail(hook, seq, f"returned {key!r}: NaN compares with nothing")
+        return key
+
+    def _name_mixed(self, hook: str, seqs: list[Sequence], keys: list[Key]) -> NoReturn:
+        """Name the first key that does not compare with the one of the first sequence."""
+        for seq, key in zip(seqs, keys, strict=True):
+            try:
+                _ = key < keys[0]  # type: ignore[operator]
+            except TypeError:
+                self._fail(hook, seq, f"returned {key!r}, which does not compare with {keys[0]!r} "
+                           f"of {seqs[0].request.req_id!r}")  # fmt: skip
+        self._fail(hook, seqs[0], "returned keys that do not compare with one another")
+
+    def _call(
+        self, hook: str, seq: Sequence | None, ask: Callable[..., Answer], *args: object
+    ) -> Answer:
+        try:
+            return ask(*args)
+        except MiniDeepInferError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a policy raises, one line names it
+            text = " ".join(str(error).split())
+            self._fail(hook, seq, f"raised {type(error).__name__}: {text}", error)
+
+    def _fail(
+        self, hook: str, seq: Sequence | None, problem: str, cause: Exception | None = None
+    ) -> NoReturn:
+        name = "" if seq is None else seq.request.req_id
+        raise PolicyError(_name(self._policy), hook, name, problem) from cause
+
+
+def _name(policy: Policy) -> str:
+    own = type(policy).__str__ is not object.__str__
+    return str(policy) if own else type(policy).__name__

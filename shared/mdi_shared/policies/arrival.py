@@ -1,0 +1,48 @@
+"""Orders that know arrivals and classes only."""
+
+from dataclasses import dataclass
+from math import inf
+
+from mdi_shared.policies.base import Key, Policy, View, number, waited_s
+from mdi_shared.policies.prediction import hashed
+from mdi_shared.request import Sequence
+
+
+@dataclass(eq=False)
+class FCFS(Policy):
+    """First come, first served: what the engine does without a policy."""
+
+
+@dataclass(eq=False)
+class LCFS(Policy):
+    """Last come, first served; to see how much the order matters at all."""
+
+    def order(self, seq: Sequence, view: View) -> Key:
+        return -seq.request.arrived_ns
+
+
+@dataclass(eq=False)
+class Random(Policy):
+    """By a hash of the request's id and `seed`: an order that knows nothing, as a baseline."""
+
+    seed: int = number(0)
+
+    def order(self, seq: Sequence, view: View) -> Key:
+        return hashed(f"{self.seed} {seq.request.req_id}")
+
+
+@dataclass(eq=False)
+class Priority(Policy):
+    """The most urgent class first; the least urgent gives way, of equals the newest.
+
+    Waiting for `aging_s` seconds raises a request by one class. Source: the priority scheduling
+    of vLLM, which does not age (there 0 is most urgent; here a larger number is).
+    """
+
+    aging_s: float = number(inf, above=0)
+
+    def order(self, seq: Sequence, view: View) -> Key:
+        return -(seq.request.hints.priority + waited_s(seq, view) / self.aging_s)
+
+    def victim(self, seq: Sequence, view: View) -> Key:
+        return (-seq.request.hints.priority, seq.request.arrived_ns, seq.seq_id)

@@ -1,0 +1,117 @@
+"""A scheduling policy: which request next, may it take memory, who gives way.
+
+The core asks at decisions only and keeps memory, life cycle and progress to itself; the rules and a
+table of all policies are in docs/policies.md. One must be deterministic, with no clock but
+`View.now_ns` and no randomness but hashes of request ids, so that the simulator, the engine and a
+replay of a recorded run decide alike.
+
+Read next: `mdi_shared/decisions.py` (who asks), `registry.py` (policies by name).
+"""
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field, fields, is_dataclass
+from math import inf, isnan
+from typing import Any
+
+from mdi_shared.errors import ConfigError
+from mdi_shared.request import Sequence
+
+SECOND = 1_000_000_000  # ns
+Key = int | float | str | tuple[int | float | str, ...]
+
+
+@dataclass(slots=True, eq=False)
+class View:
+    """What a policy sees besides the sequence it is asked about; not to be changed.
+
+    `now_ns` is the time of the last poll. `waiting` stand in the queue's order, `running` hold
+    memory: those that decode and those picked for the step being assembled. Blocks are of
+    `block_size` tokens.
+    """
+
+    block_size: int
+    num_blocks: int  # that can be handed out
+    now_ns: int = 0
+    free_blocks: int = 0
+    waiting: Rows[Sequence] = ()
+    running: Rows[Sequence] = ()
+
+    def blocks_of(self, tokens: int) -> int:
+        """Return how many blocks so many tokens take."""
+        return -(-tokens // self.block_size)
+
+
+class Policy:
+    """First come, first served; the longest output gives way. Override what differs.
+
+    Keys of one hook are all numbers, all strings, or all tuples of these that compare; no NaN.
+    `max_wait_s` puts whoever has been in the system for longer before all others, by arrival, and
+    asks `admit` no more about them.
+    """
+
+    max_wait_s: float = inf
+
+    def look(self, view: View) -> None:
+        """Prepare for the questions of one prefill attempt; asked before any of them."""
+
+    def order(self, seq: Sequence, view: View) -> Key:
+        """Return the key by which `waiting` is sorted, least first; equals keep their order.
+
+        That is: preempted ones first, then by arrival. Who holds blocks stays first anyway.
+        """
+        return 0
+
+    def admit(self, seq: Sequence, view: View) -> bool:
+        """Say whether the first of `waiting`, whose blocks are free, may take them now.
+
+        Not asked when nothing runs. No ends the step's search. It must change nothing: one
+        that may come can still lack a seat.
+        """
+        return True
+
+    def victim(self, seq: Sequence, view: View) -> Key:
+        """Return the key of a running sequence when blocks run out; the greatest gives way first.
+
+        Of equals, the older request.
+        """
+        return (seq.output_len, -seq.seq_id)
+
+    def served(self, seq: Sequence, prompt_tokens: int, output_tokens: int) -> None:
+        """Note tokens a sequence was given since the last call for it.
+
+        Prompt tokens when a chunk is planned, output tokens before the next prefill attempt, which
+        is also when `seq.is_finished` is first seen.
+        """
+
+    def __post_init__(self) -> None:
+        if is_dataclass(self):
+            for each in fields(self):
+                _check(each.name, getattr(self, each.name), each.metadata)
+
+
+def number(
+    default: float, *, least: float = 0, above: float | None = None, most: float = inf
+) -> Any:  # noqa: ANN401 - a dataclass field of the parameter's own type
+    """Declare a parameter: a number from `least` (or greater than `above`) to `most`."""
+    return field(default=default, metadata={"least": least, "above": above, "most": most})
+
+
+def _check(name: str, value: object, bounds: Any) -> None:  # noqa: ANN401 - a field's metadata
+    if not bounds or not isinstance(value, int | float):
+        return
+    least, above, most = bounds["least"], bounds["above"], bounds["most"]
+    low = f"above {above:g}" if above is not None else f"at least {least:g}"
+    high = "" if most == inf else f" and at most {most:g}"
+    holds = not isnan(value) and (value >= least if above is None else value > above)
+    if not holds or value > most:
+        raise ConfigError(f"policy parameter {name}", value, f"must be {low}{high}")
+
+
+def waited_s(seq: Sequence, view: View) -> float:
+    """Return how long ago the request arrived, s."""
+    return max(view.now_ns - seq.request.arrived_ns, 0) / SECOND
+
+
+def work_left(seq: Sequence) -> int:
+    """Return the tokens of its prompt that are yet to be computed, recomputed ones included."""
+    return seq.num_tokens - seq.cached

@@ -1,0 +1,171 @@
+"""Policies by name: `srpt:sigma=0.5`, `order=sjf+admit=past_future+victim=newest`.
+
+A specification is parts joined by +. The first may be a policy's name alone, which then answers
+everything; AXIS=NAME replaces its answer to one question; `max_wait_s=S` bounds waiting. A name
+takes parameters after a colon, joined by commas.
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import fields
+from math import inf
+
+from mdi_shared.errors import ConfigError
+from mdi_shared.policies.admission import (
+    MCSF,
+    Conservative,
+    Future,
+    PastFuture,
+    RunToCompletion,
+    Wait,
+    Watermark,
+)
+from mdi_shared.policies.arrival import FCFS, LCFS, Priority, Random
+from mdi_shared.policies.attained import LAS, MLFQ
+from mdi_shared.policies.base import Key, Policy, View
+from mdi_shared.policies.deadlines import EDF, LARS, QoE
+from mdi_shared.policies.fairness import VTC
+from mdi_shared.policies.output_length import SJF, SRPT, LimitedSRPT
+from mdi_shared.policies.prompt_length import ShortestPrompt, SJFAging, SJFDecay, TwoLanes
+from mdi_shared.policies.victims import (
+    CostAware,
+    LeastComputed,
+    LongestOutput,
+    LongestRemaining,
+    LowestPriority,
+    Newest,
+)
+from mdi_shared.request import Sequence
+
+POLICIES: Mapping[str, type[Policy]] = {
+    "fcfs": FCFS, "lcfs": LCFS, "random": Random, "priority": Priority,
+    "shortest_prompt": ShortestPrompt, "sjf_aging": SJFAging, "sjf_decay": SJFDecay,
+    "two_lanes": TwoLanes, "sjf": SJF, "srpt": SRPT, "limited_srpt": LimitedSRPT,
+    "mlfq": MLFQ, "las": LAS, "edf": EDF, "lars": LARS, "qoe": QoE, "vtc": VTC,
+    "mcsf": MCSF, "run_to_completion": RunToCompletion, "watermark": Watermark,
+    "conservative": Conservative, "future": Future, "past_future": PastFuture, "wait": Wait,
+    "newest": Newest, "longest_output": LongestOutput, "lowest_priority": LowestPriority,
+    "least_computed": LeastComputed, "cost_aware": CostAware,
+    "longest_remaining": LongestRemaining,
+}  # fmt: skip
+NO_POLICY = "fcfs"  # the engine's own rules, without asking anybody
+AXES = ("order", "admit", "victim")
+_DEFAULTS = {"order": "fcfs", "victim": "longest_output"}  # inherited, but a choice by name
+
+
+class Combined(Policy):
+    """One policy per question; each is told what was served."""
+
+    def __init__(self, spec: str, axes: Mapping[str, Policy], max_wait_s: float) -> None:
+        self.spec = spec
+        self.max_wait_s = max_wait_s
+        self._order, self._admit, self._victim = (axes[axis] for axis in AXES)
+        self._all = tuple(dict.fromkeys(axes.values()))
+
+    def __str__(self) -> str:
+        return self.spec
+
+    def look(self, view: View) -> None:
+        for policy in self._all:
+            policy.look(view)
+
+    def order(self, seq: Sequence, view: View) -> Key:
+        return self._order.order(seq, view)
+
+    def admit(self, seq: Sequence, view: View) -> bool:
+        return self._admit.admit(seq, view)
+
+    def victim(self, seq: Sequence, view: View) -> Key:
+        return self._victim.victim(seq, view)
+
+    def served(self, seq: Sequence, prompt_tokens: int, output_tokens: int) -> None:
+        for policy in self._all:
+            policy.served(seq, prompt_tokens, output_tokens)
+
+
+def policy_from_spec(spec: str) -> Policy:
+    """Return a fresh policy; raises `ConfigError` naming what is allowed."""
+    if not isinstance(spec, str):
+        raise ConfigError("policy", spec, "must be a text such as srpt:sigma=0.5, or a Policy")
+    parts = spec.split("+")
+    has_base = "=" not in parts[0].partition(":")[0]
+    base = _named(spec, parts[0]) if has_base else Policy()
+    axes = dict.fromkeys(AXES, base)
+    max_wait_s, given = inf, set()
+    for part in parts[1:] if has_base else parts:
+        axis, equals, name = part.partition("=")
+        if axis in given:
+            raise ConfigError("policy", spec, f"gives {axis} twice")
+        given.add(axis)
+        if axis == "max_wait_s":
+            max_wait_s = _number(spec, "max_wait_s", name, float)
+            if max_wait_s < 0:
+                raise ConfigError("policy", spec, "max_wait_s must be at least 0 s")
+        elif axis in AXES and equals:
+            axes[axis] = _named(spec, name, axis)
+        else:
+            raise ConfigError("policy", spec, f"{part!r} must be AXIS=NAME with an axis of "
+                              f"{', '.join(AXES)}, or max_wait_s=SECONDS")  # fmt: skip
+    return Combined(spec, axes, max_wait_s)
+
+
+def new_policy(given: str | Policy) -> Policy | None:
+    """Return a policy that has decided nothing yet: a copy of the caller's, or one by its name.
+
+    None for `fcfs`: the core then asks nothing.
+    """
+    if isinstance(given, Policy):
+        return deepcopy(given)
+    return None if given == NO_POLICY else policy_from_spec(given)
+
+
+def policy_name(given: str | Policy) -> str:
+    """Return what a run's metadata calls a policy."""
+    return type(given).__name__ if isinstance(given, Policy) else given
+
+
+def answers(kind: type[Policy], axis: str) -> bool:
+    """Say whether policies of this class have an answer of their own to `axis`."""
+    return getattr(kind, axis) is not getattr(Policy, axis)
+
+
+def names_of(axis: str) -> list[str]:
+    """Return the names that `axis` can be given."""
+    return [name for name, kind in POLICIES.items()
+            if answers(kind, axis) or name == _DEFAULTS.get(axis)]  # fmt: skip
+
+
+def _named(spec: str, text: str, axis: str | None = None) -> Policy:
+    """Build NAME or NAME:PARAMETER=VALUE,…"""
+    name, _, rest = text.partition(":")
+    known = list(POLICIES) if axis is None else names_of(axis)
+    if name not in known:
+        what = "a policy" if axis is None else f"a policy with an answer to {axis}"
+        raise ConfigError("policy", spec, f"{name!r} is not {what}; known: {', '.join(known)}")
+    kind = POLICIES[name]
+    types = {each.name: each.type for each in fields(kind) if each.init}  # type: ignore[arg-type]
+    found: dict[str, object] = {}
+    for pair in rest.split(",") if rest else ():
+        parameter, equals, value = pair.partition("=")
+        if parameter not in types or not equals:
+            takes = ", ".join(types) if types else "none"
+            raise ConfigError("policy", spec, f"{parameter!r} is not a parameter of {name}; it "
+                              f"takes: {takes}")  # fmt: skip
+        if parameter in found:
+            raise ConfigError("policy", spec, f"gives {parameter} of {name} twice")
+        found[parameter] = (
+            value if types[parameter] is str
+            else _number(spec, parameter, value, int if types[parameter] is int else float)
+        )  # fmt: skip
+    return kind(**found)
+
+
+def _number(spec: str, name: str, text: str, kind: type[int] | type[float]) -> float:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = float("nan")
+    if value != value:
+        what = "a whole number" if kind is int else "a number"
+        raise ConfigError("policy", spec, f"{name} = {text!r} must be {what}")
+    return value
