@@ -111,7 +111,6 @@ class ScriptedRank:
         self.turns: list[Turn] = []
         self.reports: list[Report] = []
         self.early: list[Report] = []  # reports that belong to no step, like a flush's
-        self.processed = 0
         self.loop = serve(self.scheduler, num_ranks=num_ranks)
         self.in_group = num_ranks > 1
         self.pending: Vote | AwaitArrival | None = None
@@ -160,12 +159,10 @@ class ScriptedRank:
         taken = min(self.repeat, self._certain(effect))
         for shift in range(taken):
             self.flights.append((effect.plan, shift))
-        self.processed = 0  # of them and the one before, in this go
         while taken > 1 and len(self.flights) > 1 + self.scheduler.config.enable_zos:
-            self.flights.popleft()
-            self.processed += 1
-        for seq_id in effect.plan.seq_ids if self.processed else ():
-            self.output_len[self.names[seq_id]] += self.processed
+            self.flights.popleft()  # processed with the next one, whose tokens depend on it
+            for seq_id in effect.plan.seq_ids:
+                self.output_len[self.names[seq_id]] += 1
         self.turns.append(Turn(effect.plan, self.names, taken=taken))
         return taken
 
@@ -204,7 +201,6 @@ class ScriptedRank:
             for seq_id, tokens in columns:
                 name = self.names[seq_id]
                 self.output_len[name] = self.output_len.get(name, 0) + len(tokens)
-        assert report.advance is None or report.advance.processed == self.processed
         for ending in endings([report]):
             assert ending.output_len == self.output_len.get(self.names[ending.seq_id], 0)
 

@@ -34,7 +34,7 @@ PLACES = {
     "token_budget": "default token budget",
     "_check_progress": "deadlock",
 }
-# Orders that are kept are those that sorting gives; checks, and refusals of options, decide nothing.
+# Orders that are kept are those that sorting gives; checks and refusals of options decide nothing.
 NO_RULES = {"keeps_order", "check_integrity", "__init__", "_rules"}
 
 
