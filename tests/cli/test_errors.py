@@ -166,13 +166,13 @@ SAVE_AND_DIE = """
 import os, signal
 import mdi_traces.io as io
 from minideepinfer.cli import run_command
-write, calls = io.pq.write_table, []
+write, calls = io.pq.ParquetWriter.write_table, []
 def dying(*arguments, **options):
     calls.append(1)
     if len(calls) == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     write(*arguments, **options)
-io.pq.write_table = dying
+io.pq.ParquetWriter.write_table = dying
 run_command("simulate --model tiny --workload azure-conv -n 7 --out r".split())
 """
 
