@@ -15,6 +15,7 @@ UNLIMITED = 2**30
 MOST_SEQS = 65_536  # seats of a rank; each takes memory before the first request comes
 MOST_BLOCKS = 2**24  # two billion tokens at 128 a block; the list of free ones is kept in memory
 MOST_SLOTS_PER_SEAT = 100.0
+MOST_INT = 2**53  # of any option: up to it a float is exact
 WATERMARK = 0.9  # share of the block pool above which no new prefill is wanted (R7)
 CHUNK_POLICIES = ("token_budget", "cost_target")
 _AT_LEAST = {  # the least value of options that count
@@ -204,10 +205,12 @@ class SchedulerConfig:
 
 
 def _check_types(config: SchedulerConfig) -> None:
-    """An int option takes no bool, string or fraction; a bool option takes no int."""
+    """An int option takes no bool, string, fraction or huge number; a bool option takes no int."""
     for field in fields(config):
         value, declared = getattr(config, field.name), field.type
         kinds = (declared.__name__ if isinstance(declared, type) else str(declared)).split(" | ")
         name = type(value).__name__ if value is not None else "None"
         ok = name in kinds or (name == "int" and "float" in kinds)
         require(ok, field.name, value, f"must be {' or '.join(kinds)}")
+        is_wide = type(value) is int and value > MOST_INT
+        require(not is_wide, field.name, value, f"must be at most {MOST_INT:,}")

@@ -75,7 +75,7 @@ from minideepinfer.cli import run_command
 assert run_command(["--help"]) == 0
 ours = {name for name in sys.modules if name.startswith(("mdi_", "minideepinfer."))}
 assert ours <= {"minideepinfer.cli", "minideepinfer.commands", "minideepinfer.commands.screen",
-                "mdi_shared", "mdi_shared.errors"}, ours
+                "minideepinfer.commands.last_words", "mdi_shared", "mdi_shared.errors"}, ours
 others = {"rich", "numpy", "pandas", "pyarrow", "torch", "simpy", "matplotlib"} & set(sys.modules)
 assert not others, others
 """

@@ -259,7 +259,7 @@ def test_other_names_mean_the_same_and_may_not_contradict():
     for options, message in (
         ({"seed": 7, "seq_seed": 8}, "seed = 7: contradicts seq_seed = 8"),
         ({"logprobs": 1, "top_logprobs": 2}, "logprobs = 1: contradicts top_logprobs = 2"),
-        ({"seed": "x"}, "seq_seed = 'x': must be an integer"),
+        ({"seed": "x"}, "seed = 'x': must be an integer"),
     ):
         with pytest.raises(ConfigError) as caught:
             SamplingParams(**options)

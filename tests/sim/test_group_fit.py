@@ -42,7 +42,7 @@ def group_run(*, sigma=0.0, cost=None, ranks=2, seed=0):
     start = ints(steps["t_dev_start"])
     took = (ints(steps["t_dev_end"]) - start) * factor[ints(steps["step"])]
     return type(run)(with_columns(steps, t_dev_end=start + took.astype(np.int64)),
-                     run.requests_table, run.metadata, lambda: run.items_table)  # fmt: skip
+                     run.requests_table, run.metadata, run.items_table)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -52,9 +52,10 @@ def stuck(number):
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_an_error_names_its_run(jobs):
     found = run_many(stuck, [("first", 1), ("second", 2), ("third", 3)], jobs=jobs)
-    assert next(found) == 1
+    if jobs == 1:  # several processes may tell the error before the first result is asked for
+        assert next(found) == 1
     with pytest.raises(MiniDeepInferError, match=r"^second: .*is cut off"):
-        next(found)
+        list(found)
 
 
 def test_bad_options_are_found_before_anything_runs():
