@@ -18,7 +18,7 @@ from mdi_shared.cost.linear import (
 )
 from mdi_shared.cost.roofline import Efficiencies, RooflineCost
 from mdi_shared.cost.shape import TINY, V41_FLASH
-from mdi_shared.cost.step_cost import NO_HOST_COST, ConstantCost, HostCost, group_device_ns
+from mdi_shared.cost.step_cost import NO_HOST_COST, ConstantCost, HostCost
 from mdi_shared.cost.work import StepWork, decode_work, prefill_work
 from mdi_shared.errors import ConfigError
 
@@ -60,10 +60,6 @@ def test_constant_cost_by_kind():
     assert cost.host == NO_HOST_COST
     with pytest.raises(ConfigError, match="decode_ns = 0"):
         ConstantCost(1, 0)
-
-
-def test_a_group_waits_for_its_slowest_rank():
-    assert group_device_ns([3, 8, 5]) == 8
 
 
 # ---- hardware and roofline ---------------------------------------------------------------------

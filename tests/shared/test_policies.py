@@ -1,11 +1,13 @@
 """Scheduling policies by worked examples: each rule on a handful of requests."""
 
+import math
+
 import pytest
 
 from mdi_shared.errors import ConfigError
 from mdi_shared.policies import POLICIES, Policy, View, new_policy, policy_from_spec
 from mdi_shared.policies.admission import peak_tokens
-from mdi_shared.policies.prediction import normal, sigma_of_tau, tau_of_sigma
+from mdi_shared.policies.prediction import normal, sigma_of_tau
 from mdi_shared.policies.registry import AXES, answers, names_of
 from mdi_shared.request import Hints, Request, Sequence, State
 from tests.layout.policy_table import DOC, put
@@ -124,6 +126,9 @@ def test_a_prediction_is_deterministic_and_as_noisy_as_stated():
 
 
 def test_a_rank_correlation_is_noise_of_a_size():
+    def tau_of_sigma(sigma, spread):
+        return 2 / math.pi * math.asin(spread / math.hypot(spread, sigma))
+
     assert sigma_of_tau(1.0, 0.8) == 0
     assert abs(sigma_of_tau(0.5, 1.0) - 1.0) < 1e-12  # rho = sin(45 degrees)
     assert abs(tau_of_sigma(sigma_of_tau(0.3, 1.7), 1.7) - 0.3) < 1e-12

@@ -29,6 +29,11 @@ def test_a_step_ends_when_the_last_host_has_queued_its_work(order):
     assert (stretch.starts_ns, stretch.all_ends_ns) == ([100], [900])
 
 
+def test_a_group_waits_for_its_slowest_rank():
+    stretch = Devices().run([lane([device]) for device in (3, 8, 5)])
+    assert stretch.all_ends_ns == [8]
+
+
 def test_the_next_step_starts_when_the_one_before_ends():
     devices = Devices()
     first = devices.run([lane([100], ready=10, queued=40)])

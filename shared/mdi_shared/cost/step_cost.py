@@ -6,7 +6,7 @@ Read next: `roofline.py` (from peak rates), `linear.py` (from measured steps), `
 (a user).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import count, repeat
 from typing import Any, Protocol
@@ -140,11 +140,3 @@ def decode_times(cost: StepCost, work: DecodeWork) -> Iterator[int]:
     """
     own = getattr(cost, "decode_times", None)
     return own(work) if own is not None else (cost.device_ns(work.at(j)) for j in count())
-
-
-def group_device_ns(costs: Sequence[int]) -> int:
-    """Return the time of a group step from its ranks' own times, ns: the slowest rank's (R34).
-
-    What exchanging rows adds is in those times (a roofline's), or in `group.py`.
-    """
-    return max(costs)

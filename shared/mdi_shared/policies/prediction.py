@@ -7,7 +7,7 @@ same for a request each time it is asked, in every world.
 
 from dataclasses import dataclass
 from hashlib import blake2b
-from math import asin, cos, exp, log, pi, sin, sqrt
+from math import cos, exp, log, pi, sin, sqrt
 
 from mdi_shared.policies.base import Policy, number
 from mdi_shared.request import Sequence
@@ -35,11 +35,6 @@ def sigma_of_tau(tau: float, spread: float) -> float:
     """
     rho = sin(pi * tau / 2)
     return spread * sqrt(1 / (rho * rho) - 1)
-
-
-def tau_of_sigma(sigma: float, spread: float) -> float:
-    """Invert `sigma_of_tau`."""
-    return 2 / pi * asin(spread / sqrt(spread * spread + sigma * sigma))
 
 
 @dataclass(eq=False)
