@@ -9,6 +9,7 @@ Read next: `prefill.py` and `decode.py` (who is chosen), `queues.py` (memory), `
 
 from collections import deque
 
+from mdi_shared.advance import Turns
 from mdi_shared.chunking import ChunkPolicy, TokenBudget
 from mdi_shared.commit import InFlightStep, commit_step, dropped_rows
 from mdi_shared.config import WATERMARK, SchedulerConfig
@@ -30,7 +31,7 @@ from mdi_shared.plan import (
 from mdi_shared.policies.base import Policy
 from mdi_shared.prefill import PrefillBatch, PrefillSelection
 from mdi_shared.queues import Queues
-from mdi_shared.repeat import Horizon, foretell, take_blocks
+from mdi_shared.repeat import NO_CHANGES, Horizon, foretell
 from mdi_shared.request import Request, Sequence, State
 from mdi_shared.vote import NONE, Ballot, rule_at, steps_to_votes
 
@@ -62,6 +63,7 @@ class Scheduler:
         self._prefill = PrefillSelection(self.queues, self.policy, self.decisions)
         self._decode = DecodeSelection(self.queues, self.decisions)
         self._in_flight: deque[InFlightStep] = deque()  # oldest first
+        self._outlook = NO_CHANGES  # of the newest step
         self._to_release: list[Sequence] = []
         self._next_seq_id = 0
         self._idle_turns = 0  # in a row, with the same head in the same state
@@ -208,7 +210,8 @@ class Scheduler:
         return self.step
 
     def _put_in_flight(self, plan: StepPlan, seqs: list[Sequence]) -> None:
-        self._in_flight.append(InFlightStep(plan, seqs, self.queues.num_departed))
+        departed = self.queues.num_departed
+        self._in_flight.append(InFlightStep(plan, plan.batch, seqs, departed, plan.step))
 
     def _check_progress(self, plan: StepPlan) -> None:
         """Raise when this and every later step is an empty decode although requests wait."""
@@ -275,7 +278,9 @@ class Scheduler:
             plan.decode_step, config.prefill_attempt_interval, config.prefill_any_attempt_interval
         )
         steps = foretell(queues, members, keep=self.keep)
-        return Horizon(steps, to_vote, to_any, has_waiting, not (members or has_waiting))
+        self._outlook = self._decode.outlook(self.keep)
+        is_idle = not (members or has_waiting)
+        return Horizon(steps, to_vote, to_any, has_waiting, is_idle, self._outlook)
 
     def advance(self, count: int) -> Advance:
         """Book `count` more steps like the newest, and process the older ones they leave behind.
@@ -287,36 +292,25 @@ class Scheduler:
         queues, clock, in_flight = self.queues, self.queues.clock, self._in_flight
         oldest, newest = in_flight[0], in_flight[-1]
         processed = len(in_flight) - self.keep + count - 1
-        dropped: list[int] = []
-        if processed and oldest.num_departed != queues.num_departed:
-            members = oldest.plan.batch.members
-            dropped = [members[i].seq_id for i in dropped_rows(queues, oldest)]
-        wanted = bool(queues.waiting) and self.want_prefill()
-        free_blocks = take_blocks(queues, count, newest.plan.free_blocks)
+        dropped = dropped_rows(queues, oldest) if processed else ()
+        members, done, n_running = oldest.batch.members, clock.done, len(queues.running)
+        changes = self._outlook.until(count)
+        turns = Turns(queues, self.keep, self.want_prefill)
+        turns.book(changes, count)
+        self._decode.follow(changes)
+        self._to_release += turns.to_release
         clock.planned += count
-        clock.done += processed
+        clock.done = done + processed
         self.step += count
         self.decode_step += count
         in_flight.clear()
         if self.keep:
-            before = InFlightStep(newest.plan, newest.seqs, queues.num_departed)
-            before.number = self.step - 1
-            in_flight.append(before)
-        newest.number = self.step
-        in_flight.append(newest)
-        num_wanting = self._wanting_steps(count, free_blocks) if wanted else 0
+            in_flight.append(newest.repeated(changes, count - 1, self.step - 1))
+        in_flight.append(newest.repeated(changes, count, self.step))
         return Advance(
-            count, processed, tuple(dropped), free_blocks, queues.slots.num_free,
-            len(queues.waiting), len(queues.running), num_wanting,
+            count, processed, tuple([members[i].seq_id for i in dropped]), tuple(turns.free),
+            tuple(turns.wants), tuple(turns.departures), len(queues.waiting), n_running,
         )  # fmt: skip
-
-    def _wanting_steps(self, count: int, free_blocks: tuple[tuple[int, int], ...]) -> int:
-        """In how many of `count` repetitions a prefill is wanted: what they take may end it."""
-        queues = self.queues
-        if queues.waiting[0].block_table:
-            return count
-        above = [step for step, free in free_blocks if queues.blocks.usage_at(free) > WATERMARK]
-        return min(above, default=count)
 
     def check_integrity(self) -> None:
         """Assert the invariants that hold between engine steps."""
