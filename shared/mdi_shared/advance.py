@@ -17,16 +17,19 @@ from mdi_shared.request import State
 
 
 class Turns:
-    """The turns of a stretch, as they are booked.
+    """The turns of a stretch of `count` repetitions, as they are booked.
 
     `free` lists blocks and slots left after planning, `wants` whether a prefill is wanted at the
     ballot, each from the repetition on that it begins with. Who is in `to_release` ended too late
     to be released.
     """
 
-    def __init__(self, queues: Queues, keep: int, want_prefill: Callable[[], bool]) -> None:
+    def __init__(
+        self, queues: Queues, keep: int, count: int, want_prefill: Callable[[], bool]
+    ) -> None:
         self._queues = queues
         self._keep = keep
+        self._count = count
         self._want_prefill = want_prefill
         self._planned = queues.clock.planned - 1  # before turn 0
         self.free: list[tuple[int, int, int]] = []
@@ -35,8 +38,8 @@ class Turns:
         self.to_release: list[request.Sequence] = []
         self._note(1, 1)
 
-    def book(self, changes: Sequence[Change], count: int) -> None:
-        """Book `count` repetitions, in which the batch changes like that."""
+    def book(self, changes: Sequence[Change]) -> None:
+        """Book all turns, in which the batch changes like that."""
         queues = self._queues
         for change in changes:
             self._plan_up_to(change.turn - 1)
@@ -50,13 +53,13 @@ class Turns:
                           tuple([seq.seq_id for seq in finished]), ended)
             )  # fmt: skip
             self._plan_up_to(change.turn)
-            if change.turn == count:
+            if change.turn == self._count:
                 self.to_release = finished
                 continue
             for seq in finished:
                 queues.release(seq)
             self._note(change.turn + 1, change.turn + 1)
-        self._plan_up_to(count)
+        self._plan_up_to(self._count)
 
     def _plan_up_to(self, turn: int) -> None:
         """Give out the blocks that plans up to this turn take, in the order of single steps."""
@@ -71,4 +74,5 @@ class Turns:
         """Note the pools when this turn has been planned, and the wish at that turn's ballot."""
         queues = self._queues
         self.free.append((turn, queues.blocks.num_free, queues.slots.num_free))
-        self.wants.append((ballot, bool(queues.waiting) and self._want_prefill()))
+        if ballot <= self._count:
+            self.wants.append((ballot, bool(queues.waiting) and self._want_prefill()))

@@ -295,8 +295,8 @@ class Scheduler:
         dropped = dropped_rows(queues, oldest) if processed else ()
         members, done, n_running = oldest.batch.members, clock.done, len(queues.running)
         changes = self._outlook.until(count)
-        turns = Turns(queues, self.keep, self.want_prefill)
-        turns.book(changes, count)
+        turns = Turns(queues, self.keep, count, self.want_prefill)
+        turns.book(changes)
         self._decode.follow(changes)
         self._to_release += turns.to_release
         clock.planned += count

@@ -5,11 +5,9 @@ Same trace, options and seed: equal bytes. The run's tables have the schema a re
 Read next: `driver.py` (one rank), `group.py` (ranks together), `mdi_shared/loop.py` (the policy).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Unpack
-
-import simpy
 
 from mdi_shared.chunking import make_policy
 from mdi_shared.cost.step_cost import StepCost
@@ -21,7 +19,7 @@ from mdi_sim.driver import RankDriver, TimeIsUp
 from mdi_sim.group import Group
 from mdi_sim.outcomes import Outcomes
 from mdi_sim.source import make_sources
-from mdi_sim.stretch import NEVER
+from mdi_sim.stretch import NEVER, Timeline
 from mdi_sim.workload import Workload
 from mdi_traces.hints import with_predictions
 from mdi_traces.recorder import RankRecorder
@@ -61,27 +59,27 @@ def simulate(
     config.require_pool_fits()
     trace = with_predictions(trace, run.policy)
     workload = Workload(trace, run.ranks, run.new_placement())
-    env = simpy.Environment()
-    group = Group(
-        env, run.ranks, getattr(cost, "group", None),
-        until_ns=NEVER if until_s is None else int(until_s * 1e9),
+    until_ns = NEVER if until_s is None else int(until_s * 1e9)
+    timeline = Timeline(
+        run.ranks, getattr(cost, "group", None), keep=int(config.enable_zos), until_ns=until_ns,
         looks_cost=cost.host.ingress_ns_per_token > 0,
     )  # fmt: skip
     chunks = make_policy(config, run.shape, cost if chunk_cost is None else chunk_cost)
     drivers = [
         RankDriver(
-            rank, group=group, scheduler=Scheduler(config, chunks, run.new_policy()), source=source,
+            rank, size=run.ranks, source=source,
+            scheduler=Scheduler(config, chunks, run.new_policy()),
             outcomes=Outcomes(config=config, seed=run.seed, accept_rate=run.draft_accept_rate),
-            recorder=RankRecorder(rank, drafting=config.num_draft_tokens > 0),
-            request_of=workload.request, shape=run.shape, cost=cost,
+            recorder=RankRecorder(
+                rank, drafting=config.num_draft_tokens > 0, shared=timeline.columns
+            ),
+            request_of=workload.request, shape=run.shape, cost=cost, until_ns=until_ns,
             fast_forward=fast_forward, on_progress=on_progress,
         )
         for rank, source in enumerate(make_sources(workload.arrivals))
     ]  # fmt: skip
-    for driver in drivers:
-        env.process(driver.run())
     try:
-        reason, end_ns = _run(env, drivers, until_s)
+        reason, end_ns = _run(Group(drivers, timeline), until_s)
     except OverflowError as error:
         raise ConfigError("cost", type(cost).__name__, "takes the run beyond 292 years, the most "
                           "that 64-bit nanoseconds hold") from error  # fmt: skip
@@ -100,16 +98,14 @@ def simulate(
     )  # fmt: skip
 
 
-def _run(
-    env: simpy.Environment, drivers: Sequence[RankDriver], until_s: float | None
-) -> tuple[str, int]:
+def _run(group: Group, until_s: float | None) -> tuple[str, int]:
     """Run to the end; return why what is open then is open, and when the end was, ns."""
     try:
-        env.run()
+        group.run()
     except TimeIsUp:
         assert until_s is not None, "there is a limit to reach"
         return f"time limit of {until_s:g} s", int(until_s * 1e9)
-    return RAN_DRY, max(driver.now for driver in drivers)
+    return RAN_DRY, max(driver.now for driver in group.drivers)
 
 
 def _metadata(trace: RequestTrace, run: RunDescription) -> Metadata:
