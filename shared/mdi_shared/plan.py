@@ -67,7 +67,7 @@ class Batch:
     def slots(self) -> tuple[int, ...]:
         return tuple([member.slot for member in self.members])
 
-    @cached_property
+    @property
     def base_sum(self) -> int:
         """Sum of the members' lengths where the decode clock stood at 0."""
         return -sum([neg_base for neg_base, _, _, _ in self.members])

@@ -9,9 +9,9 @@ Read next: `driver.py` (one rank), `stretch.py` (steps).
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from mdi_shared.loop import AWAIT_ARRIVAL, POLL, Vote
+from mdi_shared.loop import POLL, Vote
 from mdi_shared.vote import ANY, decide
-from mdi_sim.stretch import NEVER, Lane, Timeline
+from mdi_sim.stretch import Lane, Timeline
 
 if TYPE_CHECKING:
     from mdi_sim.driver import Meeting, RankDriver
@@ -27,6 +27,9 @@ class Group:
 
     def run(self) -> None:
         """Let the ranks go on until all have ended."""
+        if len(self.drivers) == 1:
+            self._run_alone(self.drivers[0])
+            return
         meetings = self._meetings
         for driver in self.drivers:
             meetings[driver] = driver.go_on(None)
@@ -43,6 +46,17 @@ class Group:
                 self._look(sorted(meetings, key=lambda driver: driver.now))
             else:
                 self._await_arrival()
+
+    def _run_alone(self, driver: "RankDriver") -> None:
+        """A rank of its own meets nobody."""
+        timeline, asked = self.timeline, driver.go_on(None)
+        while asked is not None:
+            if type(asked) is Lane:
+                timeline.lanes = [asked]
+                timeline.run(timeline.lanes)
+                asked = driver.go_on(driver.landed(timeline))
+            else:
+                asked = driver.go_on(driver.wakes(driver.source.next_ns(), driver.now))
 
     def _launch(self) -> None:
         timeline, meetings = self.timeline, self._meetings

@@ -13,6 +13,7 @@ from mdi_shared.config import SchedulerConfig
 from mdi_shared.plan import Batch, StepItem, StepOutcome, StepPlan, StepResult
 from mdi_shared.request import Request
 
+ALL_PLAIN = StepResult()  # of a decode step that ends nobody
 _MASK = (1 << 64) - 1
 
 
@@ -87,11 +88,14 @@ class Outcomes:
 
     def result(self, plan: StepPlan, shift: int, batch: Batch) -> StepResult:
         """Make the result of `plan`, or of its repetition that has this `shift` and `batch`."""
+        if plan.is_prefill and not self.stops:
+            whole = ((self._plain,),) * (len(batch.members) - plan.is_partial)
+            return StepResult((*whole, ()) if plan.is_partial else whole)
         if plan.is_prefill or self.needs_lengths:
             return StepResult(tuple([self._tokens(plan, item) for item in plan.items]))
         last = self._at_shift.get(shift)
         if not last:
-            return StepResult()
+            return ALL_PLAIN
         eos, plain = self.config.eos_token_id, self._plain
         return StepResult(tuple([(eos if i in last else plain,) for i in batch.seq_ids]))
 

@@ -182,7 +182,7 @@ class Timeline:
     def _take_first(self, new: Sequence[Lane]) -> None:
         """Take the step that has just been launched, and its turn."""
         first, ends, met = self.num_steps, self.ends_ns, new[0].met_ns
-        going_on = [lane for lane in self.lanes if lane.first < first]
+        going_on = [lane for lane in self.lanes if lane.first < first] if self.is_group else ()
         for lane in going_on:
             if lane.event <= first:
                 lane.go_on(first, self._keep)

@@ -274,7 +274,7 @@ class RankRecorder:
                 log.n_recomputed_tokens += q
 
     def _note_first_tokens(self, outcome: StepOutcome, now_ns: int) -> None:
-        for seq_id, tokens in zip(outcome.seq_ids, outcome.tokens, strict=True):
+        for (_, _, seq_id, _), tokens in zip(outcome.batch.members, outcome.tokens, strict=True):
             log = self.requests[seq_id]
             if tokens and log.t_first_token == NOT_YET:
                 log.t_first_token = now_ns

@@ -40,11 +40,13 @@ class RankSteps:
         self.entries: dict[str, dict[str, Ints]] = {
             name: _fields(recorder.entries[name], names) for name, names in FIELDS.items()
         }
+        # Of a group, `own_ns` holds an entry per rank for each step.
+        ranks = len(recorder.columns["own_ns"]) // max(len(recorder.columns["met_ns"]), 1)
+        own = {"own_ns": slice(self.rank, None, ranks)} if ranks > 1 else {}
         self.columns = {
-            name: np.array(values, dtype=np.int64) for name, values in recorder.columns.items()
+            name: np.array(np.frombuffer(values, dtype=np.int64)[own.get(name, slice(None))])
+            for name, values in recorder.columns.items()
         }
-        ranks = max(len(self.columns["own_ns"]) // max(len(self.columns["met_ns"]), 1), 1)
-        self.columns["own_ns"] = self.columns["own_ns"][self.rank :: ranks]
         measured = np.array(recorder.measured).reshape(-1, len(MEASURED_FIELDS))[: self.rows]
         nothing = np.broadcast_to((0.0, 0.0, float("nan")), (self.rows, len(MEASURED_FIELDS)))
         self.measured = measured if len(measured) else nothing

@@ -30,7 +30,7 @@ from mdi_traces.tokens import last_tokens, token_spans
 
 _MS = 1e6  # ns in a millisecond
 _NAN = float("nan")
-_PIECE_STEPS = 1 << 17  # rows of a step table made at a time
+_PIECE_STEPS = 1 << 15  # rows of a step table made at a time
 
 
 def build_run(
