@@ -47,7 +47,7 @@ IDENTITY: tuple[_Column, ...] = (
     ("placement", _TEXT, "", "which rank gets a request"),
     ("policy", _TEXT, "", "scheduling policy, a specification as in docs/policies.md"),
     ("seed", _I64, "", "replicate: equal seeds of one trace and load are equal workloads"),
-    ("slo", _TEXT, "", "bounds of `goodput_*`; null = completing is enough"),
+    ("slo", _TEXT, "", "per-request bounds of `goodput_*`; null = completing is enough"),
     ("description", _TEXT, "", "the whole run, JSON; `RunDescription.from_json` reads it"),
     ("code", _TEXT, "", "SHA-256 of the simulator's source"),
     ("error", _TEXT, "", "why there is no result, one line; null = there is one"),
@@ -69,9 +69,7 @@ def _latencies() -> Iterable[_Column]:
 def _slowdowns() -> Iterable[_Column]:
     yield ("slowdown_mean", _F64, "1", "e2e over e2e of the same request alone on the engine")
     yield ("slowdown_p99", _F64, "1", "the same at P99")
-    for name, which in zip(
-        SIZE_CLASSES, ("at most P50", "P50 to P90", "above P90"), strict=True
-    ):
+    for name, which in zip(SIZE_CLASSES, ("at most P50", "P50 to P90", "above P90"), strict=True):
         yield (f"slowdown_{name}_mean", _F64, "1", f"of requests whose e2e alone is {which}")
 
 
@@ -91,12 +89,17 @@ MEASURES: tuple[_Column, ...] = (
     ("goodput_share", _F64, "1", "requests that completed within the per-request bounds of `slo`, "
      "of all"),
     ("goodput_s", _F64, "1/s", "the same over the span"),
+    ("within_ttft_share", _F64, "1", "requests that completed within that bound of `slo` alone; "
+     "null without one"),
+    ("within_tpot_share", _F64, "1", "the same for TPOT"),
+    ("within_e2e_share", _F64, "1", "the same for end-to-end latency"),
     ("clients", _I64, "", "clients that the trace names"),
     ("jain", _F64, "1", "Jain's index of the clients' service rates while they are backlogged; "
      "1 is even, null without two backlogged clients"),
     ("service_gap", _F64, "tokens", "largest difference of service that two clients got while "
      "both were backlogged (prompt tokens 1, output tokens 2); null without two"),
-    ("longest_wait_s", _F64, "s", "longest time that a request had no token"),
+    ("longest_wait_s", _F64, "s", "longest wait for a first token; open requests wait until the "
+     "run's end"),
     ("preemptions", _I64, "", "sequences that lost their blocks"),
     ("recomputed_tokens", _I64, "tokens", "computed again after a preemption"),
     ("recomputed_share", _F64, "1", "the same over all prompt tokens computed"),
