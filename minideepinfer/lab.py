@@ -119,7 +119,7 @@ def lab(
         require_int("seeds", seeds, 1)
     wanted = Lab(
         traces=named_traces(traces, Served(), requests),
-        policies=policies if isinstance(policies, Mapping) else _by_name(policies),
+        policies=policies if isinstance(policies, Mapping) else named_policies(policies),
         loads=[str(load) for load in loads], settings=settings or {DEFAULT: {}},
         placements=tuple(placements), seeds=range(seeds) if isinstance(seeds, int) else seeds,
         slo=given, slowdown=slowdown, base=description, options=options,
@@ -199,7 +199,8 @@ def check_traces(wanted: Lab) -> None:
             load_served(served_under(served, load), wanted.seeds[0])
 
 
-def _by_name(policies: Sequence[str]) -> dict[str, str | Policy]:
+def named_policies(policies: Sequence[str]) -> dict[str, str | Policy]:
+    """Return specifications by name. Raises `ConfigError` for one that is given twice."""
     found: dict[str, str | Policy] = {policy: policy for policy in policies}
     if len(found) < len(policies):
         raise ConfigError("policies", list(policies), "one is given twice")

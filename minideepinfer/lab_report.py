@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 PRINT_COLUMNS = 120
 # Beside the measure that ranks: (column, heading).
 SHOWN = (("e2e_ms_mean", "e2e mean"), ("e2e_ms_p99", "e2e p99"), ("ttft_ms_p99", "ttft p99"),
-         ("tpot_ms_mean", "tpot mean"), ("slowdown_large_mean", "slow. large"),
-         ("longest_wait_s", "wait max s"), ("recomputed_share", "recomp."),
-         ("jain", "Jain"))  # fmt: skip
+         ("tpot_ms_mean", "tpot mean"), ("longest_wait_s", "wait max s"),
+         ("recomputed_share", "recomp."), ("jain", "Jain"))  # fmt: skip
 MOST_ERRORS = 3
 
 
@@ -79,11 +78,11 @@ def tables(result: "LabResult", measure: str) -> list["Table | str"]:
     standings = result.ranking(measure, shown=[column for column, _ in shown])
     rows = [
         (str(place), _named(result, each.variant), "*" if each.on_front else "",
-         _value(measure, each.values[measure]), *_interval(measure, each.change),
+         _value(measure, each.values[measure]), _interval(measure, each.change),
          *(_value(column, each.values[column]) for column, _ in shown))
         for place, each in enumerate(standings, 1)
     ]  # fmt: skip
-    headers = ("", "variant", "", measure, "change", "95 % interval",
+    headers = ("", "variant", "", measure, "change (95 %)",
                *(heading for _, heading in shown))  # fmt: skip
     title = (f"{counted(len(result.frame), 'run')}: {_workloads(result)}, "
              f"{counted(len(result.plan['seeds']), 'seed')}; latencies in ms; * = no other beats "
@@ -138,17 +137,20 @@ def _amount(measure: str, value: float) -> str:
     if is_relative(measure):
         return change(value)
     if measure.endswith("_share"):
-        return f"{100 * value:+.1f} points"
+        return f"{100 * value:+.1f} pp"
     return f"{value:+.3g}"
 
 
-def _interval(measure: str, found: Interval | None) -> tuple[str, str]:
+def _interval(measure: str, found: Interval | None) -> str:
+    """Return a change and the ends of its interval in brackets; nothing for the baseline."""
     if found is None:
-        return "", ""
+        return ""
+    mean = _amount(measure, found.mean)
     if found.low is None or found.high is None:
-        return _amount(measure, found.mean), "one seed"
-    return (_amount(measure, found.mean),
-            f"{_amount(measure, found.low)} to {_amount(measure, found.high)}")  # fmt: skip
+        return f"{mean} (one seed)"
+    ends = (_amount(measure, end).removesuffix("%").removesuffix(" pp")
+            for end in (found.low, found.high))  # fmt: skip
+    return f"{mean} ({' to '.join(ends)})"
 
 
 def _errors(result: "LabResult") -> list[dict[str, Any]]:

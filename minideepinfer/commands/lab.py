@@ -9,12 +9,14 @@ shown), docs/lab.md.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from mdi_shared.config import SchedulerConfig
+from mdi_shared.describe_run import RunOptions
 from mdi_shared.errors import ConfigError, require_int
+from mdi_shared.policies import NO_POLICY
 from mdi_shared.served import Served
 from minideepinfer.commands import options as o
 from minideepinfer.commands.declare import FileOptions, scheduler_options, takes_options
@@ -22,6 +24,9 @@ from minideepinfer.commands.describing import MEMORY
 from minideepinfer.commands.files import require_folder
 from minideepinfer.commands.screen import progress, show_json, show_table, tell
 from minideepinfer.commands.values import num_jobs, parse_pairs
+
+if TYPE_CHECKING:
+    from mdi_sim.search.lab import Lab
 
 AXES = "Axes"
 INTERRUPTED = 130
@@ -42,21 +47,13 @@ Cluster = Annotated[str | None, o.option(
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabOptions(FileOptions):
-    """What `mdi lab` can be asked for."""
+class ExperimentOptions(FileOptions):
+    """Of any experiment of many runs: what varies, and what all runs share."""
 
-    traces: Annotated[list[str] | None, typer.Argument(
-        metavar="TRACE…", show_default=False,
-        help="Workload presets (mdi generate-workload --list) and trace files.",
-    )] = None  # fmt: skip
     policies: Annotated[list[str] | None, o.option(
         "--policy", metavar="SPEC", panel=AXES,
         help="Scheduling policy; repeatable, the first is the baseline (default: fcfs).",
     )] = None  # fmt: skip
-    loads: Annotated[list[str] | None, o.option(
-        "--load", metavar="LOAD", panel=AXES,
-        help="A rate, rate=6, speed=2, arrivals=poisson:6, or 'as recorded' (the default); "
-        "repeatable.")] = None  # fmt: skip
     settings: Annotated[list[str] | None, o.option(
         "--setting", metavar="NAME:KEY=VALUE,…", panel=AXES,
         help="Options of the scheduler or the run under a name; repeatable. The first is the "
@@ -87,6 +84,22 @@ class LabOptions(FileOptions):
     jobs: o.Jobs = None
     cluster: Cluster = None
     slo: Slo = None
+    out: Folder = FOLDER
+    json: o.Json = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabOptions(ExperimentOptions):
+    """What `mdi lab` can be asked for."""
+
+    traces: Annotated[list[str] | None, typer.Argument(
+        metavar="TRACE…", show_default=False,
+        help="Workload presets (mdi generate-workload --list) and trace files.",
+    )] = None  # fmt: skip
+    loads: Annotated[list[str] | None, o.option(
+        "--load", metavar="LOAD", panel=AXES,
+        help="A rate, rate=6, speed=2, arrivals=poisson:6, or 'as recorded' (the default); "
+        "repeatable.")] = None  # fmt: skip
     rank_by: Annotated[str | None, o.option(
         "--rank-by", metavar="COLUMN", panel=o.RESULTS,
         help="Column of the table that ranks (default: goodput_share with --slo, else "
@@ -94,8 +107,6 @@ class LabOptions(FileOptions):
     slowdown: Annotated[bool, o.option(
         "--slowdown/--no-slowdown", panel=o.RESULTS,
         help="Also simulate each request alone, once for each workload.")] = True  # fmt: skip
-    out: Folder = FOLDER
-    json: o.Json = False
 
 
 @takes_options(LabOptions)
@@ -114,7 +125,7 @@ def lab(options: LabOptions) -> None:
     require_cluster(options.cluster)
     if options.rank_by is not None:
         require_measure(options.rank_by)
-    wanted = _described(options)
+    wanted = described_lab(options, options.traces, options.loads, slowdown=options.slowdown)
     planned = wanted.plan()
     check_traces(wanted)
     with progress(len(planned), "runs") as on_run:
@@ -132,13 +143,19 @@ def lab(options: LabOptions) -> None:
         raise typer.Exit(INTERRUPTED)
 
 
-def _described(options: LabOptions) -> Any:  # noqa: ANN401 - a Lab, which takes long to import
+def described_lab(
+    options: ExperimentOptions,
+    traces: list[str] | None,
+    loads: list[str] | None,
+    *,
+    slowdown: bool,
+) -> "Lab":
     """Return the lab that the options describe. Raises `ConfigError`."""
     from mdi_sim.search.lab import AS_RECORDED, DEFAULT, Lab
     from mdi_sim.search.slo import parse_service_level
-    from minideepinfer.lab import named_traces
+    from minideepinfer.lab import named_policies, named_traces
 
-    if not options.traces:
+    if not traces:
         raise ConfigError("traces", None, "name at least one: a workload preset or a trace file")
     require_int("seeds", options.seeds, 1)
     shared = Served(
@@ -146,33 +163,32 @@ def _described(options: LabOptions) -> Any:  # noqa: ANN401 - a Lab, which takes
         closed_loop=options.closed_loop, max_prompt=options.max_prompt,
         max_output=options.max_output,
     )  # fmt: skip
-    policies = options.policies or ["fcfs"]
     return Lab(
-        traces=named_traces(options.traces, shared, options.requests),
-        policies=_once("policies", policies),
-        loads=options.loads or [AS_RECORDED],
+        traces=named_traces(traces, shared, options.requests),
+        policies=named_policies(options.policies or [NO_POLICY]), loads=loads or [AS_RECORDED],
         settings=_settings(options.settings) if options.settings else {DEFAULT: {}},
         placements=options.placements or ["round_robin"], seeds=range(options.seeds),
         slo=None if options.slo is None else parse_service_level(options.slo),
-        slowdown=options.slowdown, base=options.base, options=run_options(options),
+        slowdown=slowdown, base=options.base, options=_run_options(options),
     )  # fmt: skip
 
 
-def run_options(options: LabOptions) -> Any:  # noqa: ANN401 - RunOptions, and None is left out
+def _run_options(options: ExperimentOptions) -> RunOptions:
     """Return what all runs share, as `describe_run` takes it."""
     scheduler = scheduler_options(options, MEMORY)
-    memory = {}
+    memory: dict[str, Any] = {}
     for name in MEMORY:
         flag = getattr(options, name)
         if flag is not None and name in scheduler:
             raise ConfigError(name, flag, "is set twice")
         memory[name] = scheduler.pop(name, flag)
-    given = {
-        "scheduler": scheduler or None, "shape": options.model, "hardware": options.hardware,
-        "ep": options.ep, "cost": options.cost, "ranks": options.ranks,
-        "until_s": options.until_s, "draft_accept_rate": options.draft_accept_rate, **memory,
-    }  # fmt: skip
-    return {name: value for name, value in given.items() if value is not None}
+    return RunOptions(
+        scheduler=scheduler or None, shape=options.model, hardware=options.hardware,
+        ep=options.ep, cost=options.cost, ranks=options.ranks, until_s=options.until_s,
+        draft_accept_rate=options.draft_accept_rate,
+        kv_cache_memory_gb=memory["kv_cache_memory_gb"],
+        gpu_memory_utilization=memory["gpu_memory_utilization"],
+    )  # fmt: skip
 
 
 def _settings(texts: list[str]) -> dict[str, dict[str, Any]]:
@@ -192,11 +208,4 @@ def _settings(texts: list[str]) -> dict[str, dict[str, Any]]:
         except ConfigError as error:
             where = f"setting {name}: {error.field}"
             raise ConfigError(where, error.value, error.allowed) from error
-    return found
-
-
-def _once(axis: str, values: list[str]) -> dict[str, str]:
-    found = {value: value for value in values}
-    if len(found) < len(values):
-        raise ConfigError(axis, values, "one is given twice")
     return found

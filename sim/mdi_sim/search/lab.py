@@ -12,8 +12,9 @@ import os
 import platform
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
+from itertools import product
 from typing import Any
 
 from mdi_shared.config import SchedulerConfig
@@ -98,30 +99,33 @@ class Lab:
     def __post_init__(self) -> None:
         for axis in ("traces", "policies", "loads", "settings", "placements", "seeds"):
             values = list(getattr(self, axis))
+            if axis == "loads":
+                values = [load_name(load) for load in values]
             require(bool(values), axis, values, "must name at least one")
             twice = next((each for each in values if values.count(each) > 1), None)
             require(twice is None, axis, twice, "is given twice")
         for seed in self.seeds:
             require_int("seeds", seed, 0, MOST_SEED)
 
+    @property
+    def variants(self) -> list[tuple[str, str, str]]:
+        """Every (setting, placement, policy), the baseline first."""
+        return list(product(self.settings, self.placements, self.policies))
+
     def plan(self) -> list[Planned]:
         """Return every run in order: seed, trace, setting, load, placement, policy.
 
         Where a seed draws nothing (recorded times, no drafts), only the first one is planned.
         """
-        hashes = {name: _hash(served) for name, served in self.traces.items()}
-        described = {name: self._described(name) for name in self.settings}
+        runs = PlannedRuns(self)
         planned: list[Planned] = []
-        for seed in self.seeds:
-            for trace, served in self.traces.items():
-                for setting, run in described.items():
-                    for load in self.loads:
-                        under = served_under(served, load)
-                        if seed == self.seeds[0] or is_drawn(under, run):
-                            own = replace(run, seed=seed, served=under)
-                            names = (trace, load_name(load), setting)
-                            planned += self._variants(names, own, hashes[trace])
-        require(len(planned) <= MOST_RUNS, "runs", len(planned), f"at most {MOST_RUNS:,}")
+        for seed, trace, setting, load in product(
+            self.seeds, self.traces, self.settings, self.loads
+        ):
+            if seed == self.seeds[0] or runs.is_drawn(trace, setting, load):
+                for placement, policy in product(self.placements, self.policies):
+                    planned.append(runs.at(trace, load, (setting, placement, policy), seed))
+        require(len(planned) <= MOST_RUNS, "runs", len(planned), f"must be at most {MOST_RUNS:,}")
         return planned
 
     def to_json(self) -> dict[str, Any]:
@@ -133,37 +137,35 @@ class Lab:
             "seeds": list(self.seeds), "slo": None if self.slo is None else str(self.slo),
         }  # fmt: skip
 
-    def _variants(
-        self, names: tuple[str, str, str], run: RunDescription, of_trace: str
-    ) -> Iterator[Planned]:
-        """Yield the runs of one workload and setting: they differ in policy and placement."""
-        slo = None if self.slo is None else self.slo.of_requests
-        for placement in self.placements:
-            for policy, given in self.policies.items():
-                own = replace(run, policy=given, placement=placement)
-                yield Planned(
-                    *names, placement, policy, run.seed, own, of_trace, slo, self.slowdown,
-                    run_key(own, of_trace, slo, self.slowdown), not isinstance(given, Policy),
-                )  # fmt: skip
 
-    def _described(self, setting: str) -> RunDescription:
-        """Return the run under a setting, without its requests."""
-        options, scheduler = _split(setting, self.settings[setting])
-        given: dict[str, Any] = dict(self.options)
-        shared = given.get("scheduler") or {}
-        if scheduler:
-            if isinstance(shared, SchedulerConfig):
-                shared = {each.name: getattr(shared, each.name) for each in fields(shared)}
-            given["scheduler"] = {**shared, **scheduler}
-        try:
-            run = describe_run(self.base, **{**given, **options})
-            run.scheduler.require_pool_fits()
-        except ConfigError as error:
-            if setting == DEFAULT:
-                raise
-            raise ConfigError(f"setting {setting}: {error.field}", error.value,
-                              error.allowed) from error  # fmt: skip
-        return run
+class PlannedRuns:
+    """Makes the runs of a lab; its traces are hashed and its settings described once."""
+
+    def __init__(self, lab: Lab) -> None:
+        self._lab = lab
+        self._hashes = {name: _hash(served) for name, served in lab.traces.items()}
+        self._described = {name: _described(lab, name) for name in lab.settings}
+
+    def is_drawn(self, trace: str, setting: str, load: str) -> bool:
+        """Say whether a seed changes anything: workload, arrivals or accepted drafts are drawn."""
+        served = served_under(self._lab.traces[trace], load)
+        drafts = self._described[setting].scheduler.num_draft_tokens > 0
+        return served.workload is not None or served.arrivals is not None or drafts
+
+    def at(self, trace: str, load: str, variant: tuple[str, str, str], seed: int) -> Planned:
+        """Return the run of a variant (setting, placement, policy) on a workload."""
+        lab, of_trace = self._lab, self._hashes[trace]
+        setting, placement, policy = variant
+        given = lab.policies[policy]
+        run = replace(
+            self._described[setting], seed=seed, policy=given, placement=placement,
+            served=served_under(lab.traces[trace], load),
+        )  # fmt: skip
+        slo = None if lab.slo is None else lab.slo.of_requests
+        return Planned(
+            trace, load_name(load), setting, placement, policy, seed, run, of_trace, slo,
+            lab.slowdown, run_key(run, of_trace, slo, lab.slowdown), not isinstance(given, Policy),
+        )  # fmt: skip
 
 
 def run_lab(
@@ -224,10 +226,24 @@ def load_name(load: str) -> str:
         raise ConfigError("loads", load, f"must be a number: {allowed}") from None
 
 
-def is_drawn(served: Served, run: RunDescription) -> bool:
-    """Say whether a seed changes anything: a workload, arrivals or accepted drafts are drawn."""
-    drafts = run.scheduler.num_draft_tokens > 0
-    return served.workload is not None or served.arrivals is not None or drafts
+def _described(lab: Lab, setting: str) -> RunDescription:
+    """Return the run under a setting, without its requests."""
+    options, scheduler = _split(setting, lab.settings[setting])
+    given: dict[str, Any] = dict(lab.options)
+    shared = given.get("scheduler") or {}
+    if scheduler:
+        if isinstance(shared, SchedulerConfig):
+            shared = asdict(shared)
+        given["scheduler"] = {**shared, **scheduler}
+    try:
+        run = describe_run(lab.base, **{**given, **options})
+        run.scheduler.require_pool_fits()
+    except ConfigError as error:
+        if setting == DEFAULT:
+            raise
+        where = f"setting {setting}: {error.field}"
+        raise ConfigError(where, error.value, error.allowed) from error
+    return run
 
 
 def _hash(served: Served) -> str:

@@ -91,7 +91,9 @@ def trace_hash(path: str) -> str:
     try:
         files = _files(Path(path))
         if not files or not all(file.is_file() for file in files):
-            raise ConfigError("traces", path, "is no file, no folder of files and no run")
+            raise ConfigError(
+                "traces", path, "is no workload preset, no file, no folder of files and no run"
+            )
         digest = hashlib.sha256()
         for file in files:
             with file.open("rb") as opened:
