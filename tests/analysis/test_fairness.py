@@ -80,7 +80,7 @@ def test_who_never_waits_with_another_is_not_compared():
 def test_who_is_never_served_waits_until_the_end():
     starved = served(("a", 0, 0, 1, 4, 4, 10, 0, 4), ("a", 0, 3, 4, 4, 4, 10, 0, 1),
                      ("b", 0, None, None, None, None, 10, 0, 0))  # fmt: skip
-    assert longest_wait_s(starved) == pytest.approx(4)
+    assert longest_wait_s(starved, request_latencies(starved)) == pytest.approx(4)
     # a is backlogged until 3 s and got 12 and two thirds of 6 by then; b nothing.
     assert fairness(starved).service_gap == pytest.approx(16)
 
@@ -91,9 +91,9 @@ def test_waits_of_those_that_came_and_were_not_refused():
     requests = run.requests
     requests.loc[1, "finish_reason"] = "prompt_length_exceeded"
     requests.loc[2, "unfinished_reason"] = NOT_ARRIVED
-    assert longest_wait_s(run) == pytest.approx(2)
+    assert longest_wait_s(run, request_latencies(run)) == pytest.approx(2)
     nobody = empty_run()
-    assert longest_wait_s(nobody) is None
+    assert longest_wait_s(nobody, request_latencies(nobody)) is None
 
 
 @pytest.mark.parametrize(

@@ -91,9 +91,12 @@ def test_tasks_are_asked_for_when_there_is_a_worker():
 def test_an_engine_that_is_absent(monkeypatch):
     for engine, module in (("dask", "distributed"), ("ray", "ray")):
         monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(
-            ConfigError, match=rf"needs {module}: pip install 'mini-deepinfer\[{engine}"
-        ), open_workers(1, f"{engine}://localhost:1"):
+        with (
+            pytest.raises(
+                ConfigError, match=rf"needs {module}: pip install 'mini-deepinfer\[{engine}"
+            ),
+            open_workers(1, f"{engine}://localhost:1"),
+        ):
             pass
 
 
