@@ -113,6 +113,11 @@ class Scheduler:
         return bool(self.queues.waiting or self.queues.running)
 
     @property
+    def num_submitted(self) -> int:
+        """Requests ever queued."""
+        return self._next_seq_id
+
+    @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 

@@ -176,7 +176,7 @@ class ScriptedRank:
             table = self.tables.setdefault(item.seq_id, [])
             table[item.num_blocks - len(item.new_blocks) :] = item.new_blocks
             name = self.names[item.seq_id]
-            assert table == live[name].block_table, f"step {plan.step}: the driver's table of {name}"
+            assert table == live[name].block_table, f"{name}: another table, step {plan.step}"
 
     def _certain(self, effect: Launch) -> int:
         """How many steps a driver that knows the script may take at once."""

@@ -9,11 +9,11 @@ Read next: `mdi_shared/decisions.py` (who asks), `registry.py` (policies by name
 """
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field, fields, is_dataclass
-from math import inf, isnan
-from typing import Any
+from dataclasses import dataclass
+from math import inf
 
-from mdi_shared.errors import ConfigError
+from mdi_shared.by_name import check_parameters
+from mdi_shared.by_name import number as number
 from mdi_shared.request import Sequence
 
 SECOND = 1_000_000_000  # ns
@@ -100,27 +100,7 @@ class Policy:
         """
 
     def __post_init__(self) -> None:
-        if is_dataclass(self):
-            for each in fields(self):
-                _check(each.name, getattr(self, each.name), each.metadata)
-
-
-def number(
-    default: float, *, least: float = 0, above: float | None = None, most: float = inf
-) -> Any:  # noqa: ANN401 - a dataclass field of the parameter's own type
-    """Declare a parameter: a number from `least` (or greater than `above`) to `most`."""
-    return field(default=default, metadata={"least": least, "above": above, "most": most})
-
-
-def _check(name: str, value: object, bounds: Any) -> None:  # noqa: ANN401 - a field's metadata
-    if not bounds or not isinstance(value, int | float):
-        return
-    least, above, most = bounds["least"], bounds["above"], bounds["most"]
-    low = f"above {above:g}" if above is not None else f"at least {least:g}"
-    high = "" if most == inf else f" and at most {most:g}"
-    holds = not isnan(value) and (value >= least if above is None else value > above)
-    if not holds or value > most:
-        raise ConfigError(f"policy parameter {name}", value, f"must be {low}{high}")
+        check_parameters("policy", self)
 
 
 def shown(policy: Policy) -> str:

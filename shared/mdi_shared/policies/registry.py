@@ -7,9 +7,9 @@ takes parameters after a colon, joined by commas.
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import fields
 from math import inf
 
+from mdi_shared.by_name import named, read_number
 from mdi_shared.errors import ConfigError
 from mdi_shared.policies.admission import (
     MCSF,
@@ -109,7 +109,7 @@ def policy_from_spec(spec: str) -> Policy:
             raise ConfigError("policy", spec, f"gives {axis} twice")
         given.add(axis)
         if axis == "max_wait_s":
-            max_wait_s = _number(spec, "max_wait_s", name, float)
+            max_wait_s = read_number("policy", spec, "max_wait_s", name, float)
             if max_wait_s < 0:
                 raise ConfigError("policy", spec, "max_wait_s must be at least 0 s")
         elif axis in AXES and equals:
@@ -148,35 +148,7 @@ def names_of(axis: str) -> list[str]:
 
 def _named(spec: str, text: str, axis: str | None = None) -> Policy:
     """Build NAME or NAME:PARAMETER=VALUE,…"""
-    name, _, rest = text.partition(":")
-    known = list(POLICIES) if axis is None else names_of(axis)
-    if name not in known:
-        what = "a policy" if axis is None else f"a policy with an answer to {axis}"
-        raise ConfigError("policy", spec, f"{name!r} is not {what}; known: {', '.join(known)}")
-    kind = POLICIES[name]
-    types = {each.name: each.type for each in fields(kind) if each.init}  # type: ignore[arg-type]
-    found: dict[str, object] = {}
-    for pair in rest.split(",") if rest else ():
-        parameter, equals, value = pair.partition("=")
-        if parameter not in types or not equals:
-            takes = ", ".join(types) if types else "none"
-            raise ConfigError("policy", spec, f"{parameter!r} is not a parameter of {name}; it "
-                              f"takes: {takes}")  # fmt: skip
-        if parameter in found:
-            raise ConfigError("policy", spec, f"gives {parameter} of {name} twice")
-        found[parameter] = (
-            value if types[parameter] is str
-            else _number(spec, parameter, value, int if types[parameter] is int else float)
-        )  # fmt: skip
-    return kind(**found)
-
-
-def _number(spec: str, name: str, text: str, kind: type[int] | type[float]) -> float:
-    try:
-        value = kind(text)
-    except ValueError:
-        value = float("nan")
-    if value != value:
-        what = "a whole number" if kind is int else "a number"
-        raise ConfigError("policy", spec, f"{name} = {text!r} must be {what}")
-    return value
+    if axis is None:
+        return named("policy", spec, text, POLICIES, "a policy")
+    known = {name: POLICIES[name] for name in names_of(axis)}
+    return named("policy", spec, text, known, f"a policy with an answer to {axis}")
