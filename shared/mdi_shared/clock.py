@@ -47,7 +47,8 @@ class DecodeClock:
 
     def coming_ends(self) -> "Iterator[tuple[int, list[Sequence]]]":
         """Yield how many steps must be done when lengths end sequences, and which."""
-        time, seqs = -1, []
+        time = -1
+        seqs: list[Sequence] = []
         for end, _, seq in self._ends:
             if not _is_current(seq, end):
                 continue
@@ -119,9 +120,11 @@ class DecodeClock:
         if not times or times[0] > planned:
             return []
         assert times[0] == planned, "who needs a block gets it in time"
-        entries = self._due.pop(heappop(times))
-        due = [seq for _, _, seq in entries if _is_due(seq, planned, block_size)]
-        return list(dict.fromkeys(due))  # one that left and came back may stand there twice
+        # One that was preempted and is back may stand here twice: its old entry has another order,
+        # or the same, if a step gave it the token that it missed of a decode step.
+        due = [seq for neg_order, _, seq in self._due.pop(heappop(times))
+               if neg_order == -seq.order and _is_due(seq, planned, block_size)]  # fmt: skip
+        return list(dict.fromkeys(due))
 
 
 def _is_current(seq: "Sequence", end: int) -> bool:

@@ -2,11 +2,12 @@
 
 A decode step changes nothing but lengths, and lengths say who ends when. Until the pool runs short
 or the group may prefill, the following steps are known, with all ends by length. Stopping short of
-the true horizon is always safe: it only costs speed. Ranks of a group step together, so the
-shortest horizon is everybody's.
+the true horizon is always safe: it only costs speed.
+
+Read next: `advance.py` (books such steps), `mdi_sim/stretch.py` (takes them).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from mdi_shared import request
@@ -91,25 +92,6 @@ class Horizon(NamedTuple):
     has_waiting: bool
     is_idle: bool
     outlook: Outlook = NO_CHANGES
-
-
-def common_repeats(horizons: Sequence[Horizon]) -> tuple[int, int]:
-    """Return how many steps a group may take in one go: whatever arrives, and if nothing does.
-
-    Where all must want a prefill, one rank with nobody waiting keeps the group decoding.
-    """
-    if len(horizons) == 1:
-        steps, to_vote, _, has_waiting, is_idle, _ = horizons[0]
-        certain = 1 if is_idle else min(steps, to_vote)
-        return certain, certain if has_waiting or is_idle else steps
-    steps = min([horizon.steps for horizon in horizons])
-    if steps == 1 or all([horizon.is_idle for horizon in horizons]):
-        return 1, 1
-    certain = min(steps, horizons[0].to_vote)
-    waiting = [horizon.has_waiting for horizon in horizons]
-    if all(waiting):
-        return certain, certain
-    return certain, min(steps, horizons[0].to_any) if any(waiting) else steps
 
 
 def foretell(queues: Queues, num_members: int, *, keep: int) -> int:

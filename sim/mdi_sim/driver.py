@@ -106,20 +106,20 @@ class RankDriver:
                 effect = send(answer)
             except StopIteration:
                 return None
-            kind = type(effect)
-            if kind is Report:
+            if type(effect) is Report:
                 self._report(effect)
                 answer = None
-            elif kind is AwaitStep:
+            elif type(effect) is AwaitStep:
                 answer = self._await_step()
-            elif kind is Poll and self.size == 1:
-                answer = self.look()
-            elif kind is Launch:
+            elif type(effect) is Launch:
                 launched = self._launch(effect)
-                if type(launched) is Lane:
+                if isinstance(launched, Lane):
                     return launched
                 answer = launched
+            elif type(effect) is Poll and self.size == 1:
+                answer = self.look()
             else:
+                assert isinstance(effect, Poll | Vote | AwaitArrival), effect
                 return effect
 
     # ---- effects -------------------------------------------------------------------------------

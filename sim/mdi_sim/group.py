@@ -6,21 +6,18 @@ their launch (`stretch.py`) while others look, vote and plan; what they would ha
 Read next: `driver.py` (one rank), `stretch.py` (steps).
 """
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 from mdi_shared.loop import POLL, Vote
 from mdi_shared.vote import ANY, decide
+from mdi_sim.driver import Meeting, RankDriver
 from mdi_sim.stretch import Lane, Timeline
-
-if TYPE_CHECKING:
-    from mdi_sim.driver import Meeting, RankDriver
 
 
 class Group:
     """The ranks of a run; `meetings` are what those that are awake wait for."""
 
-    def __init__(self, drivers: "list[RankDriver]", timeline: Timeline) -> None:
+    def __init__(self, drivers: Sequence[RankDriver], timeline: Timeline) -> None:
         self.drivers = drivers
         self.timeline = timeline
         self._meetings: dict[RankDriver, Meeting] = {}
@@ -47,7 +44,7 @@ class Group:
             else:
                 self._await_arrival()
 
-    def _run_alone(self, driver: "RankDriver") -> None:
+    def _run_alone(self, driver: RankDriver) -> None:
         """A rank of its own meets nobody."""
         timeline, asked = self.timeline, driver.go_on(None)
         while asked is not None:
@@ -65,15 +62,15 @@ class Group:
         meetings.clear()
         self._wake([driver for driver in self.drivers if driver.lane in woken])
 
-    def _wake(self, drivers: "Iterable[RankDriver]") -> None:
+    def _wake(self, drivers: Iterable[RankDriver]) -> None:
         for driver in drivers:
             self._meetings[driver] = driver.go_on(driver.landed(self.timeline))
 
-    def _look(self, drivers: "Iterable[RankDriver]") -> None:
+    def _look(self, drivers: Iterable[RankDriver]) -> None:
         for driver in drivers:
             self._meetings[driver] = driver.go_on(driver.look())
 
-    def _asleep(self) -> "list[RankDriver]":
+    def _asleep(self) -> list[RankDriver]:
         return [driver for driver in self.drivers if driver not in self._meetings]
 
     def _vote(self, vote: Vote) -> None:
@@ -96,7 +93,7 @@ class Group:
         for driver in meetings:
             meetings[driver] = driver.go_on(driver.met(verdict, now))
 
-    def _wake_up_to(self, topic: str, drivers: "list[RankDriver]") -> None:
+    def _wake_up_to(self, topic: str, drivers: list[RankDriver]) -> None:
         """Wake ranks in the midst of a turn and let them come to its vote on `topic`."""
         self._wake(drivers)
         self._look(drivers)

@@ -30,7 +30,6 @@ from mdi_shared.scheduler import Scheduler
 from mdi_sim.driver import InFlight, RankDriver
 from mdi_sim.group import Group
 from mdi_sim.outcomes import Outcomes
-from mdi_sim.source import Source
 from mdi_sim.stretch import Timeline
 from mdi_sim.workload import Workload
 from mdi_traces.columns import codes, ints, numbers
@@ -57,14 +56,18 @@ def replay_recorded(
     config, shape = run.scheduler, run.shape
     ranks = _number_of_ranks(recorded)
     trace = recorded_requests(recorded)
-    workload = Workload(trace, ranks, RoundRobin())
+    workload = Workload(trace, ranks, RoundRobin())  # each request has the rank it was served on
+    schedulers = [
+        Scheduler(config, _recorded_chunks(recorded, run), run.new_policy()) for _ in range(ranks)
+    ]
+    sources, _ = workload.sources(schedulers)
     timeline = Timeline(ranks)
     drivers = [
         _RecordedDriver(
             rank,
             size=ranks,
-            scheduler=Scheduler(config, _recorded_chunks(recorded, run), run.new_policy()),
-            source=Source(workload.arrivals[rank]),
+            scheduler=schedulers[rank],
+            source=sources[rank],
             outcomes=Outcomes(config=config, seed=0, accept_rate=0.0),
             recorder=RankRecorder(rank),
             request_of=_stopping_as_recorded(workload, recorded),
@@ -111,10 +114,13 @@ def _number_of_ranks(recorded: Run) -> int:
 def recorded_description(recorded: Run, policy: Policy | None = None) -> RunDescription:
     """Return the run as its metadata states it, without step times: a built-in model by its name.
 
-    `policy` stands for a scheduling policy that the metadata can only name. Raises `ConfigError`
-    when it lacks the scheduler's options.
+    Without a placement, too: each request has the rank that served it. `policy` stands for a
+    scheduling policy that the metadata can only name. Raises `ConfigError` when it lacks the
+    scheduler's options.
     """
-    stated = {name: value for name, value in recorded.metadata.config.items() if name != "cost"}
+    stated = dict(recorded.metadata.config)
+    for name in ("cost", "placement"):
+        stated.pop(name, None)
     if not isinstance(stated.get("scheduler"), dict):
         raise ConfigError("scheduler", stated.get("scheduler"),
                           "the record's metadata does not hold its options")  # fmt: skip
@@ -189,9 +195,9 @@ class _RecordedDriver(RankDriver):
             self.now = max(self.now, due)
         news = super().look()
         following = self._at("t_sched", self.scheduler.step + 1)
-        due = [name for end, name in self._aborts if end < following]
-        self._aborts = self._aborts[len(due) :]
-        return news._replace(aborts=tuple(due))
+        aborts = [name for end, name in self._aborts if end < following]
+        self._aborts = self._aborts[len(aborts) :]
+        return news._replace(aborts=tuple(aborts))
 
     def _launch(self, effect: Launch) -> int:
         plan, index = effect.plan, effect.plan.step - 1

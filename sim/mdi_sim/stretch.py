@@ -254,7 +254,7 @@ class Timeline:
             note(own_ns)
             yield max(own_ns)
 
-    def turns_ns(self, lane: Lane, processes: Sequence[int]) -> array | list[int]:
+    def turns_ns(self, lane: Lane, processes: Sequence[int]) -> Sequence[int]:
         """When a rank had processed the oldest step, in each turn of its lane but the last.
 
         `processes` are the times that takes, from the first turn on that processes a step.
@@ -272,4 +272,3 @@ class Timeline:
         here = slice(len(turns), count - 1)
         landed = map(max, ready[here], ends[oldest:])
         return turns + list(map(add, landed, processes))
-

@@ -19,7 +19,6 @@ from mdi_shared.loop import (
     serve,
 )
 from mdi_shared.plan import Ending, StepItem, StepPlan, StepResult
-from mdi_shared.repeat import common_repeats
 from mdi_shared.request import Request
 from mdi_shared.scheduler import Scheduler
 from mdi_shared.vote import decide
@@ -108,6 +107,7 @@ class ScriptedRank:
         self.stops = stops or {}  # request name -> output length at which it says end of sequence
         self.output_len: dict[str, int] = {}
         self.repeat = repeat  # most steps taken per launch
+        self.tables: dict[int, list[int]] = {}  # of blocks, by sequence id
         self.flights: deque[tuple[StepPlan, int, tuple[int, ...]]] = deque()
         self.limits: dict[str, int] = {}  # of output tokens, by length
         self.names: dict[int, str] = {}
@@ -170,14 +170,27 @@ class ScriptedRank:
             for seq_id in set(self.flights.popleft()[2]) & set(effect.plan.seq_ids):
                 name = self.names[seq_id]
                 self.output_len[name] = min(self.output_len[name] + 1, self.limits[name])
+        if self.repeat == 1:
+            self._keep_tables(effect.plan)
         self.turns.append(Turn(effect.plan, self.names, taken=taken, ids=ids))
         return taken
+
+    def _keep_tables(self, plan: StepPlan) -> None:
+        """Keep block tables as a driver does, by what plans say alone; they must be the core's."""
+        live = self.scheduler.queues.live
+        for item in plan.items:
+            table = self.tables.setdefault(item.seq_id, [])
+            table[item.num_blocks - len(item.new_blocks) :] = item.new_blocks
+            name = self.names[item.seq_id]
+            assert table == live[name].block_table, f"{name}: another table, step {plan.step}"
 
     def _certain(self, effect: Launch) -> int:
         """How many steps a driver that knows the script may take at once."""
         step = effect.plan.step
         coming = [key - step for key in self.script if key > step]
-        repeats, if_quiet = common_repeats([effect.horizon])
+        steps, to_vote, _, has_waiting, is_idle, _ = effect.horizon
+        repeats = 1 if is_idle else min(steps, to_vote)
+        if_quiet = repeats if has_waiting or is_idle else steps
         most = max(repeats, min([if_quiet, *coming])) if coming else if_quiet
         aborts = [
             key - step

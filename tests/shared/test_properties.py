@@ -201,7 +201,11 @@ def expanded(rank):
                 (
                     plan.step + j,
                     plan.kind,
-                    [(i.seq_id, i.q, i.k + j, i.slot) for i in plan.items if i.seq_id in turn.ids[j]],
+                    [
+                        (i.seq_id, i.q, i.k + j, i.slot)
+                        for i in plan.items
+                        if i.seq_id in turn.ids[j]
+                    ],
                     plan.decode_step + j if not plan.is_prefill else plan.decode_step,
                     finished.get(j, ()),
                     (plan.ignored, plan.preempted) if j == 0 else ((), ()),

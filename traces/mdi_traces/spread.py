@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mdi_shared.cost.shape import ModelShape
 from mdi_shared.cost.work import StepWork
-from mdi_shared.plan import DECODE, IDLE_DECODE, STEP_KINDS
+from mdi_shared.plan import DECODE, IDLE_DECODE, IDLE_MIXED, MIXED, STEP_KINDS
 from mdi_traces.columns import Bools, Ints
 from mdi_traces.decode_sums import decode_columns
 from mdi_traces.recorder import FIELDS, LANDING_FIELDS, MEASURED_FIELDS, NOT_YET, RankRecorder
@@ -112,12 +112,13 @@ class RankSteps:
         if len(self.columns["met_ns"]):
             met = np.where(first, sched, self.columns["met_ns"][self.all_rows])
             pred = self.columns["own_ns"][self.all_rows]
-        planned = np.where(first, begins("t_planned"), met + self.since("paces", "schedule_ns"))
+        schedule, launch = (self.since("paces", name) for name in ("schedule_ns", "launch_ns"))
+        planned = np.where(first, begins("t_planned"), met + schedule)
         ends = self.columns["t_dev_end"]
         free = np.where(self.all_rows > 0, ends[self.all_rows - 1], out["t_dev_start"])
         return {
             **out, "t_sched": sched, "t_planned": planned, "pred_ns": pred, "device_free": free,
-            "t_launch": np.where(first, begins("t_launch"), planned + self.since("paces", "launch_ns")),
+            "t_launch": np.where(first, begins("t_launch"), planned + launch),
             "wait_ns": np.where(first, begins("wait_ns"), met - sched),
         }  # fmt: skip
 
@@ -133,8 +134,8 @@ class RankSteps:
 
     @cached_property
     def decode_rows(self) -> Ints:
-        """The rows of decode steps, in order."""
-        return np.flatnonzero(self.is_kind(DECODE, IDLE_DECODE))
+        """The rows of steps in which whoever runs decodes, in order."""
+        return np.flatnonzero(self.is_kind(DECODE, IDLE_DECODE, MIXED, IDLE_MIXED))
 
     @cached_property
     def _decode_shift(self) -> Ints:
@@ -173,9 +174,9 @@ class RankSteps:
         part = slice(*np.searchsorted(prompts["row"], (first, stop)))
         seq, k, ordinals = self._decode_items(*np.searchsorted(self.decode_rows, (first, stop)))
         rows = self.decode_rows[ordinals]
-        step_row = np.concatenate((prompts["row"][part], rows))
-        q = np.concatenate((prompts["q"][part], self.per_step("rows_each")[rows]))
-        seq, k = (np.concatenate((prompts[name][part], values))
+        step_row = np.concatenate((rows, prompts["row"][part]))  # in mixed steps prompts come last
+        q = np.concatenate((self.per_step("rows_each")[rows], prompts["q"][part]))
+        seq, k = (np.concatenate((values, prompts[name][part]))
                   for name, values in (("seq_id", seq), ("k", k)))  # fmt: skip
         order = _by_step(step_row - first)
         step_row, q, seq, k = (values[order] for values in (step_row, q, seq, k))
