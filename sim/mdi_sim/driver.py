@@ -212,12 +212,11 @@ class RankDriver:
         self, effect: Launch, timeline: Timeline, count: int, processes: Sequence[int]
     ) -> None:
         """Note the last steps of a launch, as many as there are times to process them."""
-        plan, batch = effect.plan, effect.plan.batch
+        plan = effect.plan
         changes = effect.horizon.outlook.until(count - 1)
         self._in_flight.clear()
         for turn, process in enumerate(processes, start=count - len(processes)):
-            for change in changes:
-                batch = change.batch if change.turn <= turn else batch
+            batch = next((c.batch for c in reversed(changes) if c.turn <= turn), plan.batch)
             end = timeline.ends_ns[turn - count]
             self._in_flight.append(InFlight(plan, plan.shift + turn, batch, end, process))
 
@@ -244,9 +243,8 @@ class RankDriver:
         if not self.fast_forward:
             return horizon._replace(steps=1)
         steps = min(horizon.steps, self.outcomes.steps_before_stop(plan))
-        if self.source.has_later_turns:  # an end is seen, for a turn may follow it
-            change = horizon.outlook.change(0)
-            steps = steps if change is None else min(steps, change.turn)
+        change = horizon.outlook.change(0) if self.source.has_later_turns else None
+        steps = steps if change is None else min(steps, change.turn)  # a turn may follow an end
         return horizon if steps == horizon.steps else horizon._replace(steps=steps)
 
     def _parts(self, plan: StepPlan, horizon: Horizon) -> Iterator[Part]:
