@@ -77,7 +77,8 @@ class DecodeClock:
 
     def take_needy(self, planned: int, block_size: int) -> "list[Sequence]":
         """Return who needs a block for the step after `planned` ones, in serving order."""
-        blocks, out = self._blocks, []
+        blocks = self._blocks
+        out: list[Sequence] = []
         while blocks and blocks[0][0] <= planned:
             time, neg_order, _, seq = heappop(blocks)
             # One that was preempted and is back may stand here twice: its old entry has another
