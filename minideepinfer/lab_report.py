@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 PRINT_COLUMNS = 120
 # Beside the measure that ranks: (column, heading).
 SHOWN = (("e2e_ms_mean", "e2e mean"), ("e2e_ms_p99", "e2e p99"), ("ttft_ms_p99", "ttft p99"),
-         ("tpot_ms_mean", "tpot mean"), ("longest_wait_s", "wait max s"),
+         ("tpot_ms_mean", "tpot mean"), ("e2e_over_bound", "/ bound"),
+         ("longest_wait_s", "wait max s"),
          ("recomputed_share", "recomp."), ("jain", "Jain"))  # fmt: skip
 MOST_ERRORS = 3
 

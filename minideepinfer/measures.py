@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from mdi_shared.errors import ConfigError, MiniDeepInferError, TraceError
 from mdi_shared.policies import NO_POLICY
+from mdi_shared.run_description import RunDescription
 from mdi_shared.served import Served
+from mdi_sim.search.bounds import Bounds, lower_bounds
 from mdi_sim.search.lab import Planned
 from mdi_sim.search.rows import LATENCY_NAMES, SIZE_CLASSES, STATISTICS, Row
 from mdi_sim.search.store import code_hash, run_key, trace_hash
@@ -46,7 +48,8 @@ def run_planned(planned: Planned) -> Row:
     try:
         run = simulate(trace, planned.run)
         wall_s = time.perf_counter() - began
-        measures = measure(run, _slo(planned), _alone_ms(planned) if planned.slowdown else None)
+        alone = _alone_ms(planned) if planned.slowdown else None
+        measures = measure(run, planned.run, _slo(planned), alone)
     except TraceError:
         raise
     except MiniDeepInferError as error:
@@ -54,11 +57,18 @@ def run_planned(planned: Planned) -> Row:
     return planned.row(measures, None, wall_s)
 
 
-def measure(run: "Run", slo: "SLO", alone_ms: Mapping[str, float] | None = None) -> dict[str, Any]:
+def measure(
+    run: "Run",
+    description: RunDescription,
+    slo: "SLO",
+    alone_ms: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
     """Return the measures of a run by the names of `rows.py`; those it does not have are absent.
 
     `alone_ms` is the e2e of each request alone on the engine, by its id.
     """
+    import numpy as np
+
     from mdi_analysis import request_latencies
     from mdi_analysis.fairness import fairness, longest_wait_s
     from mdi_analysis.report import plain
@@ -74,7 +84,18 @@ def measure(run: "Run", slo: "SLO", alone_ms: Mapping[str, float] | None = None)
         **({} if alone_ms is None else _slowdowns(latencies, alone_ms)),
     }  # fmt: skip
     known: dict[str, Any] = plain(measures)
+    ended = run.requests_table.take(np.flatnonzero(latencies["outcome"] == "completed"))
+    if len(ended):
+        known |= _over_bounds(known, lower_bounds(ended, description))
     return known
+
+
+def _over_bounds(found: Mapping[str, Any], bounds: Bounds) -> dict[str, float]:
+    """Return how far means and span are from what no policy could beat."""
+    pairs = {"ttft": (found["ttft_ms_mean"], bounds.ttft_mean_ms),
+             "e2e": (found["e2e_ms_mean"], bounds.e2e_mean_ms),
+             "span": (found["span_s"], bounds.makespan_s)}  # fmt: skip
+    return {f"{name}_over_bound": seen / least for name, (seen, least) in pairs.items()}
 
 
 def _of_summary(found: "RunSummary") -> dict[str, Any]:

@@ -73,6 +73,13 @@ def _slowdowns() -> Iterable[_Column]:
         yield (f"slowdown_{name}_mean", _F64, "1", f"of requests whose e2e alone is {which}")
 
 
+def _bounds() -> Iterable[_Column]:
+    for name in ("ttft", "e2e"):
+        yield (f"{name}_over_bound", _F64, "1", f"{name}_ms_mean over the least that any policy "
+               "could reach for the requests that completed; at least 1")  # fmt: skip
+    yield ("span_over_bound", _F64, "1", "span_s over the least makespan of these; at least 1")
+
+
 MEASURES: tuple[_Column, ...] = (
     ("requests", _I64, "requests", "that arrived"),
     ("completed", _I64, "requests", "that were served to their end"),
@@ -82,6 +89,7 @@ MEASURES: tuple[_Column, ...] = (
     ("span_s", _F64, "s", "first arrival to last output"),
     *_latencies(),
     *_slowdowns(),
+    *_bounds(),
     ("input_tok_s", _F64, "tokens/s", "prompt tokens processed, recomputed ones left out, all "
      "ranks"),
     ("output_tok_s", _F64, "tokens/s", "tokens put out, all ranks"),
