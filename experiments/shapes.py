@@ -234,6 +234,6 @@ SHAPES: Mapping[str, Shape] = {
         "FCFS convoys behind long prompts, LARS does not and starves nobody", "Medha",
         "`azure-conv` cut to 4,000 tokens at 9 requests/s, three prompts of 100,000", convoys),
     "aging": Shape(
-        "SJF with aging lowers the P50 (there by 5 to 10 %) at unchanged throughput", "TensorRT-LLM PR 12428",
-        "`azure-code` at 15 requests/s", aging),
+        "SJF with aging lowers the P50 (there by 5 to 10 %) at unchanged throughput",
+        "TensorRT-LLM PR 12428", "`azure-code` at 15 requests/s", aging),
 }  # fmt: skip
