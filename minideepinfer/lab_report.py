@@ -2,7 +2,7 @@
 
 Nothing is decided here; `mdi_sim/search/statistics.py` says who is best and how sure that is.
 
-Read next: `lab.py` (the result), docs/lab.md (how to read it).
+Read next: `lab_result.py` (the result), docs/lab.md (how to read it).
 """
 
 from io import StringIO
@@ -16,12 +16,12 @@ from mdi_sim.search.statistics import (
     Variant,
     is_relative,
 )
-from minideepinfer.lab import FRONT
+from minideepinfer.lab_result import FRONT
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from minideepinfer.lab import LabResult
+    from minideepinfer.lab_result import LabResult
 
 PRINT_COLUMNS = 120
 # Beside the measure that ranks: (column, heading).

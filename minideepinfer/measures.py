@@ -80,7 +80,7 @@ def measure(
     measures = {
         **_of_summary(found), **_within(latencies, slo),
         "offered_req_s": _offered(run), "clients": fair.clients, "jain": fair.jain,
-        "service_gap": fair.service_gap, "longest_wait_s": longest_wait_s(run),
+        "service_gap": fair.service_gap, "longest_wait_s": longest_wait_s(run, latencies),
         **({} if alone_ms is None else _slowdowns(latencies, alone_ms)),
     }  # fmt: skip
     known: dict[str, Any] = plain(measures)

@@ -26,7 +26,7 @@ from mdi_analysis.frames import (
     series,
     span_ns,
 )
-from mdi_analysis.metrics import Distribution, request_latencies
+from mdi_analysis.metrics import Distribution
 
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
 MOST_CLIENTS = 16  # those with the most requests; pairs of all would take long
@@ -114,13 +114,13 @@ def client_service(run: RunLike, rows: Bools, end_ns: float) -> Client:
     return Client(times, service, _merged(waits[arrived]))
 
 
-def longest_wait_s(run: RunLike) -> float | None:
+def longest_wait_s(run: RunLike, latencies: pd.DataFrame) -> float | None:
     """Return the longest wait for a first token, s; open requests wait until the run's end.
 
-    Starvation shows here before it shows in a percentile. Requests that the engine refused or that
-    were aborted do not count. None where nobody waited.
+    `latencies` are `request_latencies(run)`. Starvation shows here before it shows in a percentile.
+    Requests that the engine refused or that were aborted do not count. None where nobody waited.
     """
-    outcome = request_latencies(run)["outcome"].to_numpy()
+    outcome = latencies["outcome"].to_numpy()
     arrival, first = (
         floats(run.requests, "requests", name) for name in ("arrival_ns", "t_first_token")
     )

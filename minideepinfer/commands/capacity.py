@@ -2,8 +2,8 @@
 
 Runs are kept in the folder `--out` as those of `mdi lab` are: a killed search goes on.
 
-Read next: `minideepinfer/capacity.py` (the same in Python), `mdi_sim/search/capacity.py` (the
-search), docs/lab.md.
+Read next: `minideepinfer/capacity_result.py` (the same in Python), docs/lab.md,
+`mdi_sim/search/capacity.py` (the search).
 """
 
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ def capacity(options: CapacityOptions) -> None:
                           "--slo 'ttft<=300,tpot<=30'")  # fmt: skip
     from mdi_sim.executors import require_cluster
     from mdi_sim.search.capacity import BY_RATE
-    from minideepinfer.capacity import own_rate, search, tables
+    from minideepinfer.capacity_result import own_rate, search, tables
 
     require_cluster(options.cluster)
     traces = None if options.trace is None else [options.trace]

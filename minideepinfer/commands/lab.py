@@ -3,8 +3,8 @@
 Everything is described and every trace looked at before the first run. Results are kept one by one
 in the folder `--out`: a killed lab goes on where it was, and a changed one runs what is new.
 
-Read next: `minideepinfer/lab.py` (the same in Python), `minideepinfer/lab_report.py` (what is
-shown), docs/lab.md.
+Read next: `minideepinfer/lab_result.py` (the same in Python), docs/lab.md,
+`minideepinfer/lab_report.py` (what is shown).
 """
 
 from dataclasses import dataclass
@@ -120,7 +120,7 @@ def lab(options: LabOptions) -> None:
     jobs = num_jobs(options.jobs)
     from mdi_sim.executors import require_cluster
     from mdi_sim.search.statistics import require_measure
-    from minideepinfer.lab import check_traces, perform
+    from minideepinfer.lab_result import check_traces, perform
 
     require_cluster(options.cluster)
     if options.rank_by is not None:
@@ -153,7 +153,7 @@ def described_lab(
     """Return the lab that the options describe. Raises `ConfigError`."""
     from mdi_sim.search.lab import AS_RECORDED, DEFAULT, Lab
     from mdi_sim.search.slo import parse_service_level
-    from minideepinfer.lab import named_policies, named_traces
+    from minideepinfer.lab_result import named_policies, named_traces
 
     if not traces:
         raise ConfigError("traces", None, "name at least one: a workload preset or a trace file")

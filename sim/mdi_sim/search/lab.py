@@ -5,7 +5,7 @@ seed, trace and load serve the same workload, whatever the policy: differences a
 first of each axis is the baseline.
 
 Read next: `store.py` (results by content), `statistics.py` (what the rows say),
-`minideepinfer/lab.py` (the measures).
+`minideepinfer/lab_result.py` (the measures).
 """
 
 import os

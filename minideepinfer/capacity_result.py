@@ -1,6 +1,7 @@
 """`capacity` for users: a trace, policies and bounds in; the highest rate that holds out.
 
-Read next: `mdi_sim/search/capacity.py` (the search), `lab.py` (many runs of one plan), docs/lab.md.
+Read next: `mdi_sim/search/capacity.py` (the search), `lab_result.py` (many runs of one
+plan), docs/lab.md.
 """
 
 import os
@@ -29,7 +30,7 @@ from mdi_sim.search.rows import Row, save_rows
 from mdi_sim.search.slo import parse_service_level
 from mdi_sim.search.statistics import Interval
 from mdi_sim.search.store import Store
-from minideepinfer.lab import DEFAULT_SEEDS, FOLDER, named_policies, named_traces
+from minideepinfer.lab_result import DEFAULT_SEEDS, FOLDER, named_policies, named_traces
 
 if TYPE_CHECKING:
     from rich.table import Table
