@@ -168,8 +168,9 @@ def _sentence(result: CapacityResult, found: Capacity) -> str:
 def _uncertainty(result: CapacityResult, rate: Interval) -> str:
     if rate.low is None or rate.high is None:
         return f" (one replicate; the search is within {result.tolerance:.1%})"
-    return (f" +- {number((rate.high - rate.low) / 2)} (95 % interval, {rate.n} seeds, each within "
-            f"{result.tolerance:.1%})")  # fmt: skip
+    half, ends = number((rate.high - rate.low) / 2), f"{number(rate.low)} to {number(rate.high)}"
+    within = f"{rate.n} seeds, each within {result.tolerance:.1%}"
+    return f" +- {half} (95 % interval {ends}, {within})"
 
 
 def _against(result: CapacityResult, found: Interval | None) -> str:

@@ -92,10 +92,10 @@ def jain_index(rates: Floats) -> float | None:
 
 def client_service(run: RunLike, rows: Bools, end_ns: float) -> Client:
     """Return the service curve and the backlog of the requests in `rows`; the run ends then."""
-    arrival, sched, first, last, prompt, cached, output = (
+    arrival, sched, first, last, finish, prompt, cached, output = (
         floats(run.requests, "requests", name)[rows]
-        for name in ("arrival_ns", "t_first_sched", "t_first_token", "t_last_token", "prompt_len",
-                     "cached_len", "output_len")
+        for name in ("arrival_ns", "t_first_sched", "t_first_token", "t_last_token", "t_finish",
+                     "prompt_len", "cached_len", "output_len")
     )  # fmt: skip
     arrived = has_arrived(run)[rows]
     begin = np.concatenate([sched, first])
@@ -110,7 +110,8 @@ def client_service(run: RunLike, rows: Bools, end_ns: float) -> Client:
     rate = amount / (end - begin)
     slope = np.cumsum(np.bincount(place, weights=np.concatenate([rate, -rate])))
     service = np.append(0.0, np.cumsum(slope[:-1] * np.diff(times)))[: times.size]
-    waits = np.column_stack([arrival, np.where(np.isnan(sched), end_ns, sched)])
+    gone = np.where(np.isnan(finish), end_ns, finish)  # refused, or never planned
+    waits = np.column_stack([arrival, np.where(np.isnan(sched), gone, sched)])
     return Client(times, service, _merged(waits[arrived]))
 
 
