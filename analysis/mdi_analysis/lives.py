@@ -6,13 +6,14 @@ not recorded from the request's own times.
 Read next: `charts.py`, which draws them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from mdi_analysis.frames import NS_PER_S, Floats, RunLike, floats, has_items, series
+from mdi_shared.plan import MIXED
 
 WAITING, PREFILL, DECODE, PREEMPTED = "waiting", "prefill", "decode", "preempted"
 STATES = (WAITING, PREFILL, DECODE, PREEMPTED)
@@ -37,8 +38,9 @@ def spans_of(run: RunLike, chosen: Iterable[int]) -> list[Span]:
         for row in range(len(requests)):
             found += _by_times(row, requests.iloc[row])
         return found
-    steps = _steps_of(run, set(series(requests, "requests", "req_id")))
     ids = series(requests, "requests", "req_id")
+    prompts = requests.get("prompt_len", pd.Series(0, requests.index))
+    steps = _steps_of(run, dict(zip(ids, prompts, strict=True)))
     for row, (name, arrival) in enumerate(
         zip(ids, floats(requests, "requests", "arrival_ns"), strict=True)
     ):
@@ -57,17 +59,21 @@ class _Part(NamedTuple):
     emitted: int
 
 
-def _steps_of(run: RunLike, wanted: set[str]) -> dict[str, list[_Part]]:
-    """Return by request what it had in each step, in order of time; rows that count only."""
+def _steps_of(run: RunLike, wanted: Mapping[str, int]) -> dict[str, list[_Part]]:
+    """Return what requests had in each step, in order of time; `wanted` are prompts by their id.
+
+    Rows that count only. Of a mixed step, those are of a prompt that are several, or end in it.
+    """
     steps = run.steps.set_index(["rank", "step"])[["kind", "t_dev_start", "t_done"]]
     found: dict[str, list[_Part]] = {}
     for piece in _item_frames(run):
-        mine = piece[piece["req_id"].isin(wanted) & ~piece["dropped"]]
+        mine = piece[piece["req_id"].isin(list(wanted)) & ~piece["dropped"]]
         both = mine[_COLUMNS].join(steps, on=["rank", "step"])
         columns = [both[name].tolist() for name in
                    ("req_id", "kind", "t_dev_start", "t_done", "q", "k", "emitted")]  # fmt: skip
         for name, kind, start, end, rows, context, emitted in zip(*columns, strict=True):
-            part = _Part(kind == "prefill", start, end, rows, context, emitted)
+            in_mixed = kind == MIXED and (rows > 1 or context <= wanted[name])
+            part = _Part(kind == "prefill" or in_mixed, start, end, rows, context, emitted)
             found.setdefault(str(name), []).append(part)
     for parts in found.values():
         parts.sort(key=lambda part: part.start_ns)

@@ -28,8 +28,8 @@ def packed(page, name):
     return gzip.decompress(base64.b64decode(data)).decode()
 
 
-@pytest.fixture(scope="module")
-def crowded():
+@pytest.fixture(scope="module", params=["fcfs", "phase=mixed"])
+def crowded(request):
     """Three requests in a pool for less, chunked, with a name that would be code."""
     work = build_requests(
         {
@@ -40,7 +40,7 @@ def crowded():
         },
         Metadata(table="requests", source="generator"),
     )
-    return mdi.simulate(work, cost=COST, shape="tiny", scheduler={
+    return mdi.simulate(work, cost=COST, shape="tiny", policy=request.param, scheduler={
         "num_blocks": 20, "block_size": 16, "max_model_len": 200, "max_num_batched_tokens": 64,
         "max_num_seqs": 8, "prefill_attempt_interval": 1})  # fmt: skip
 
