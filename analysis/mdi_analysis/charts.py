@@ -7,7 +7,7 @@ Read next: `pages.py`, which puts charts on a page, `lives.py` (spans of request
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -32,6 +32,16 @@ from mdi_analysis.plots import rate_curves
 from mdi_analysis.usage import kv_occupancy
 
 Chart = dict[str, Any]
+
+
+class Panel(NamedTuple):
+    """A chart on a page, under its title and a sentence on how to read it."""
+
+    title: str
+    reading: str
+    chart: Chart
+
+
 MOST_LIVES = 400  # requests whose spans a page holds: those around the longest wait
 MOST_POINTS = 4_000  # of a scatter
 CDF_POINTS = 400
@@ -44,23 +54,27 @@ LATENCY_AXES = {"ttft_ms": "time to first token (ms)", "e2e_ms": "end-to-end lat
                 "tpot_ms": "time per output token (ms)"}  # fmt: skip
 
 
-def run_charts(run: RunLike) -> dict[str, tuple[str, Chart]]:
-    """Return the charts of a run by name, each with a sentence on how to read it."""
+def run_panels(run: RunLike) -> dict[str, Panel]:
+    """Return the charts of a run by the ids that a page gives them."""
     latencies = request_latencies(run)
     chosen = _around_the_longest_wait(latencies)
     some = "" if len(chosen) == len(latencies) else (
         f" Drawn are {len(chosen):,} of {len(latencies):,} requests, those around the longest wait."
     )  # fmt: skip
     return {
-        "requests": ("Every request. Click one to see its life below; drag to zoom, double-click "
-                     "to zoom out.", requests_chart(run, latencies)),
-        "lives": ("Lives of requests, one line each, by arrival: grey waits, blue computes the "
-                  "prompt, green gives tokens, red lost its memory and waits again."
-                  + some, lives_chart(run, chosen)),
-        "timeline": ("The engine over time: who runs and waits, memory, tokens given.",
-                     timeline_chart(run)),
-        "latency": ("Share of completed requests within a time.", latency_chart(latencies)),
-        "steps": ("Device time of steps by their tokens.", steps_chart(run)),
+        "requests": Panel(
+            "Requests", "Every request. Click one to see its life below; drag to zoom, "
+            "double-click to zoom out.", requests_chart(run, latencies)),
+        "lives": Panel(
+            "Lives", "Lives of requests, one line each, by arrival: grey waits, blue computes the "
+            "prompt, green gives tokens, red lost its memory and waits again." + some,
+            lives_chart(run, chosen)),
+        "timeline": Panel(
+            "Timeline", "The engine over time: who runs and waits, memory, tokens given.",
+            timeline_chart(run)),
+        "latency": Panel(
+            "Latency", "Share of completed requests within a time.", latency_chart(latencies)),
+        "steps": Panel("Steps", "Device time of steps by their tokens.", steps_chart(run)),
     }  # fmt: skip
 
 
@@ -112,8 +126,8 @@ def with_menu(buttons: Sequence[Mapping[str, Any]], found: dict[str, Any]) -> di
     drop = {"buttons": list(buttons), "x": 0, "xanchor": "left", "y": 1.03, "yanchor": "bottom",
             "bgcolor": "rgba(128,128,128,.15)", "bordercolor": FAINT, "font": {"size": 12},
             "pad": {"l": 0}}  # fmt: skip
-    legend = {**found["legend"], "y": -0.2, "yanchor": "top"}
-    return {**found, "updatemenus": [drop], "legend": legend, "height": found["height"] + 50}
+    legend = {**found["legend"], "y": -0.28, "yanchor": "top"}
+    return {**found, "updatemenus": [drop], "legend": legend, "height": found["height"] + 60}
 
 
 def lives_chart(run: RunLike, rows: Sequence[int]) -> Chart:
@@ -130,7 +144,7 @@ def lives_chart(run: RunLike, rows: Sequence[int]) -> Chart:
             "x": [round(span.end_s - span.start_s, 6) for span in mine],
             "y": [span.row for span in mine],
             "customdata": [int(rows[span.row]) for span in mine],
-            "text": [f"{_text(names[span.row])}: {state}, "
+            "text": [f"{shown_text(names[span.row])}: {state}, "
                      f"{(span.end_s - span.start_s) * 1e3:,.1f} ms" + (f"<br>{span.note}" * bool(
                          span.note)) for span in mine],
             "textposition": "none", "hovertemplate": "%{text}<extra></extra>",
@@ -222,7 +236,7 @@ def _around_the_longest_wait(latencies: pd.DataFrame) -> list[int]:
 def _about(run: RunLike, latencies: pd.DataFrame, row: int) -> str:
     """Return what hovering over a request shows."""
     request, own = run.requests.iloc[row], latencies.iloc[row]
-    lines = [f"<b>{_text(str(own['req_id']))}</b>"]
+    lines = [f"<b>{shown_text(str(own['req_id']))}</b>"]
     known = [f"{request[name]:,} {word}" for name, word in
              (("prompt_len", "prompt"), ("output_len", "output"))
              if name in request and pd.notna(request[name])]  # fmt: skip
@@ -235,7 +249,7 @@ def _about(run: RunLike, latencies: pd.DataFrame, row: int) -> str:
     return "<br>".join(line for line in lines if line)
 
 
-def _text(name: str) -> str:
+def shown_text(name: str) -> str:
     """Return a name as plotly shows it: it reads a little HTML, which a name must not be."""
     return name.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 

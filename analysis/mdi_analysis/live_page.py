@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
-from typing import Any
 
-from mdi_analysis.charts import run_charts
+from mdi_analysis.charts import Panel, run_panels
 from mdi_analysis.frames import RunLike
 from mdi_analysis.metrics import Distribution
 from mdi_analysis.pages import STYLE, details
@@ -88,13 +87,14 @@ show().catch(error => {
 class LivePage:
     """What stands on a page: a title, the answer, figures in tiles, charts, and tables behind.
 
-    `charts` are (how to read it, chart) by name, `notes` sentences on what the figures rest on.
+    `panels` are charts by the ids of their elements, which are no names of others; `notes` are
+    sentences on what the figures rest on.
     """
 
     title: str
     answer: str
     tiles: Mapping[str, str]
-    charts: Mapping[str, tuple[str, dict[str, Any]]]
+    panels: Mapping[str, Panel]
     sheets: Sequence[Sheet] = ()
     notes: Sequence[str] = ()
 
@@ -104,13 +104,13 @@ class LivePage:
                         for name, value in self.tiles.items())  # fmt: skip
         parts = [f"<h1>{escape(self.title)}</h1>", f"<p class='answer'>{escape(self.answer)}</p>",
                  f"<div class='tiles'>{tiles}</div>", "<p id='failed'></p>"]  # fmt: skip
-        for name, (reading, _) in self.charts.items():
-            parts.append(f"<section><h2>{escape(name.capitalize())}</h2><p>{escape(reading)}</p>"
-                         f"<div id='{escape(name)}'></div></section>")  # fmt: skip
+        for element, panel in self.panels.items():
+            parts.append(f"<section><h2>{escape(panel.title)}</h2><p>{escape(panel.reading)}</p>"
+                         f"<div id='{element}'></div></section>")  # fmt: skip
         if self.sheets:
             parts.append(details("Tables", self.sheets))
         parts += [f"<p class='basis'>{escape(note)}</p>" for note in self.notes]
-        charts = json.dumps({name: chart for name, (_, chart) in self.charts.items()})
+        charts = json.dumps({element: panel.chart for element, panel in self.panels.items()})
         parts += [_packed("library", _library()), _packed("charts", charts),
                   f"<script>{SCRIPT}</script>"]  # fmt: skip
         head = (
@@ -124,7 +124,7 @@ class LivePage:
 def run_page(run: RunLike, summary: Summary, *, title: str, basis: Sequence[str] = ()) -> str:
     """Return one run's page as HTML text; `basis` are sentences on what its figures rest on."""
     return LivePage(
-        title, _answer(summary), _tiles(summary), run_charts(run), summary.sheets(),
+        title, _answer(summary), _tiles(summary), run_panels(run), summary.sheets(),
         [describe_origin(summary.origin), *basis, *summary.remarks()],
     ).html()  # fmt: skip
 

@@ -12,7 +12,7 @@ import pytest
 
 import minideepinfer as mdi
 from mdi_analysis import run_page, summarize
-from mdi_analysis.charts import MOST_LIVES, lives_chart, run_charts
+from mdi_analysis.charts import MOST_LIVES, lives_chart, run_panels
 from mdi_analysis.lives import DECODE, PREEMPTED, PREFILL, WAITING, spans_of
 from mdi_analysis.metrics import request_latencies
 from mdi_traces.columns import texts
@@ -94,7 +94,7 @@ def test_hand_made_spans(run):
 def test_a_long_run_shows_the_lives_around_its_longest_wait():
     work = mdi.generate_workload("azure-conv", num_requests=MOST_LIVES + 50, rate=500.0, seed=0)
     found = mdi.simulate(work, cost=COST, scheduler={"prefill_attempt_interval": 1})
-    reading, chart = run_charts(found)["lives"]
+    _, reading, chart = run_panels(found)["lives"]
     assert f"{MOST_LIVES} of {MOST_LIVES + 50} requests" in reading
     rows = chart["rows"]
     assert len(rows) == MOST_LIVES
