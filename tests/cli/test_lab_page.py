@@ -45,7 +45,9 @@ def test_the_answer_comes_first_and_names_are_text(found):
 
 
 def test_no_policy_comes_below_the_bound(found):
-    assert (found.frame[["e2e_over_bound", "ttft_over_bound", "span_over_bound"]] >= 1).all(axis=None)
+    assert (found.frame[["e2e_over_bound", "ttft_over_bound", "span_over_bound"]] >= 1).all(
+        axis=None
+    )
     chart = charts_of(lab_page(found))["load0"]
     *policies, bound = chart["data"]
     assert bound["name"] == "bound"
