@@ -95,7 +95,7 @@ def capacity(
         policies=policies if isinstance(policies, Mapping) else named_policies(policies),
         settings=settings or {DEFAULT: {}}, placements=tuple(placements),
         seeds=range(seeds) if isinstance(seeds, int) else seeds, slo=parse_service_level(slo),
-        slowdown=False, base=description, options=options,
+        base=description, options=options,
     )  # fmt: skip
     return search(
         wanted, Path(out), start=own_rate(wanted) if start is None else start, load=load,

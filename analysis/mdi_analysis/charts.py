@@ -104,7 +104,7 @@ def requests_chart(run: RunLike, latencies: pd.DataFrame) -> Chart:
         columns = {axis: _plain(latencies[axis].to_numpy()[rows]) for axis in LATENCY_AXES}
         data.append({
             "type": "scatter", "mode": "markers", "name": name, "x": _plain(arrival[rows]),
-            "y": columns["ttft_ms"], "text": [_about(run, latencies, row) for row in rows],
+            "y": columns["ttft_ms"], "text": _abouts(run, latencies, rows.tolist()),
             "customdata": rows.tolist(), "hovertemplate": "%{text}<extra></extra>",
             "marker": {"color": colour, "size": 7, "opacity": 0.85}, "of_axis": columns,
         })  # fmt: skip
@@ -233,20 +233,26 @@ def _around_the_longest_wait(latencies: pd.DataFrame) -> list[int]:
     return list(range(first, min(first + MOST_LIVES, count)))
 
 
-def _about(run: RunLike, latencies: pd.DataFrame, row: int) -> str:
-    """Return what hovering over a request shows."""
-    request, own = run.requests.iloc[row], latencies.iloc[row]
+def _abouts(run: RunLike, latencies: pd.DataFrame, rows: Sequence[int]) -> list[str]:
+    """Return what hovering over each of these requests shows."""
+    names = [name for name in ("prompt_len", "output_len", "n_preempt", "n_recomputed_tokens")
+             if name in run.requests]  # fmt: skip
+    table = latencies.assign(**{name: run.requests[name].to_numpy() for name in names})
+    return [_about(own) for own in table.iloc[list(rows)].to_dict("records")]
+
+
+def _about(own: Mapping[str, Any]) -> str:
     lines = [f"<b>{shown_text(str(own['req_id']))}</b>"]
-    known = [f"{request[name]:,} {word}" for name, word in
-             (("prompt_len", "prompt"), ("output_len", "output"))
-             if name in request and pd.notna(request[name])]  # fmt: skip
-    lines.append(" and ".join(known) + " tokens" if known else "")
+    known = [f"{own[name]:,} {word}" for name, word in
+             (("prompt_len", "prompt"), ("output_len", "output")) if name in own]  # fmt: skip
+    lines.append(f"{' and '.join(known)} tokens")
     lines += [f"{label.removesuffix(' (ms)')} {own[axis]:,.1f} ms"
               for axis, label in LATENCY_AXES.items() if pd.notna(own[axis])]  # fmt: skip
-    if pd.notna(request.get("n_preempt")) and request["n_preempt"]:
-        lines.append(f"preempted {request['n_preempt']} times, "
-                     f"{request['n_recomputed_tokens']:,} tokens recomputed")  # fmt: skip
-    return "<br>".join(line for line in lines if line)
+    preempted = own.get("n_preempt", 0)
+    if pd.notna(preempted) and preempted:
+        lines.append(f"preempted {preempted} times, {own['n_recomputed_tokens']:,} tokens "
+                     "recomputed")  # fmt: skip
+    return "<br>".join(lines)
 
 
 def shown_text(name: str) -> str:

@@ -134,10 +134,9 @@ def longest_wait_s(run: RunLike, latencies: pd.DataFrame) -> float | None:
 
 
 def slowdowns(latencies: pd.DataFrame, alone_ms: Floats) -> Floats:
-    """Return e2e over `alone_ms`, the e2e of the same request alone; NaN where not completed.
+    """Return e2e over `alone_ms`, what the same request takes alone; NaN where not completed.
 
-    At least 1 in theory; a request alone may also have been unlucky with its vote (R8). Slowdown by
-    size shows whom a size-based order starves (Wierman and Harchol-Balter, SIGMETRICS 2003).
+    By size it shows whom a size-based order starves (Wierman and Harchol-Balter, SIGMETRICS 2003).
     """
     found = np.where(latencies["outcome"] == "completed", latencies["e2e_ms"] / alone_ms, np.nan)
     return np.asarray(found, dtype=np.float64)
@@ -146,7 +145,7 @@ def slowdowns(latencies: pd.DataFrame, alone_ms: Floats) -> Floats:
 def by_size(values: Floats, alone_ms: Floats) -> tuple[Distribution, ...]:
     """Return the distributions of values of small, medium and large requests.
 
-    The size of a request is its e2e alone; the classes end at its SIZE_QUANTILES.
+    The size of a request is its time alone; the classes end at its SIZE_QUANTILES.
     """
     known = alone_ms[~np.isnan(alone_ms)]
     bounds = np.quantile(known, SIZE_QUANTILES) if known.size else np.zeros(len(SIZE_QUANTILES))

@@ -102,7 +102,7 @@ def test_interrupted_it_keeps_what_it_has(mdi, monkeypatch):
         (("--setting", "few:max_num_seq=3"), "setting few: max_num_seq = '3': unknown option; did"),
         (("--setting", "few:max_num_seqs=x"), "setting few: max_num_seqs = 'x': must be a whole"),
         (("--setting", "a:", "--setting", "a:ranks=2"), "a is given twice"),
-        (("--placement", "best"), "placement = 'best': must be"),
+        (("--placement", "best"), "placement = 'best': 'best' is not a placement"),
         (("--seeds", "0"), "seeds = 0: must be at least 1"),
         (("--slo", "ttft<3"), "slo = 'ttft<3': must be METRIC.STATISTIC<=MS"),
         (("--rank-by", "speed"), "measure = 'speed': must be one of requests, "),

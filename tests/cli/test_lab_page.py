@@ -16,7 +16,7 @@ from minideepinfer.lab_result import LabResult
 EVIL = "<img src=x onerror=alert(1)>"
 FEW = ("azure-conv", "-n", 8, "--load", 20, "--load", 80, "--set", "max_model_len=16384",
        "--set", "num_blocks=200", "--ranks", 1, "--cost", "h200-flash-slice", "--jobs", 1,
-       "--no-slowdown", "--seeds", 2)  # fmt: skip
+       "--seeds", 2)  # fmt: skip
 
 
 def charts_of(page):
@@ -28,7 +28,7 @@ def charts_of(page):
 def found(tmp_path_factory):
     return mdi_api.lab(
         ["azure-conv"], {"fcfs": "fcfs", EVIL: "srpt"}, loads=[20, 80], seeds=2, requests=8,
-        out=tmp_path_factory.mktemp("lab"), slowdown=False, ranks=1, cost="h200-flash-slice",
+        out=tmp_path_factory.mktemp("lab"), ranks=1, cost="h200-flash-slice",
         scheduler={"max_model_len": 16_384, "num_blocks": 200},
     )  # fmt: skip
 

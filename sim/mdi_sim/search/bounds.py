@@ -64,6 +64,15 @@ def lower_bounds(requests: pa.Table, run: RunDescription) -> Bounds:
     return Bounds(means[0] / NS_PER_MS, means[1] / NS_PER_MS, span / NS_PER_S)
 
 
+def alone_ms(requests: pa.Table, run: RunDescription) -> Floats:
+    """Return the least time that each of `requests` takes alone on the devices of a rank, ms.
+
+    Neither host nor votes are in it. Raises `ConfigError` for a run without step times.
+    """
+    _, last = _Work(requests, run).alone_ns()
+    return last / NS_PER_MS
+
+
 def srpt_flow(arrivals: Sequence[float] | Ints, works: Sequence[float] | Floats) -> float:
     """Return the least sum of (completion - arrival) on one preemptive machine, O(n log n).
 
