@@ -262,7 +262,7 @@ SHAPES: Mapping[str, Shape] = {
         "two backlogged clients' service differs by at most 2 max(w_p L, w_q M) under VTC",
         "OSDI 24", "as above, pool of 400 blocks, one client at twice the rate", two_clients),
     "convoy": Shape(
-        "FCFS convoys behind long prompts, LARS does not and starves nobody", "Medha",
+        "FCFS convoys behind long prompts, LARS does not", "Medha",
         "`azure-conv` cut to 4,000 tokens at 9 requests/s, three prompts of 100,000", convoys),
     "aging": Shape(
         "SJF with aging lowers the P50 (there by 5 to 10 %) at unchanged throughput",
