@@ -21,12 +21,13 @@ from mdi_shared.served import Served
 from minideepinfer.commands import options as o
 from minideepinfer.commands.declare import FileOptions, scheduler_options, takes_options
 from minideepinfer.commands.describing import MEMORY
-from minideepinfer.commands.files import require_folder
+from minideepinfer.commands.files import make_folder, require_folder, require_output
 from minideepinfer.commands.screen import progress, show_json, show_table, tell
 from minideepinfer.commands.values import num_jobs, parse_pairs
 
 if TYPE_CHECKING:
     from mdi_sim.search.lab import Lab
+    from minideepinfer.lab_result import LabResult
 
 AXES = "Axes"
 INTERRUPTED = 130
@@ -104,6 +105,7 @@ class LabOptions(ExperimentOptions):
         "--rank-by", metavar="COLUMN", panel=o.RESULTS,
         help="Column of the table that ranks (default: goodput_share with --slo, else "
         "e2e_ms_mean).")] = None  # fmt: skip
+    html: o.Html = None
 
 
 @takes_options(LabOptions)
@@ -114,6 +116,8 @@ def lab(options: LabOptions) -> None:
     is not run again.
     """
     require_folder("out", options.out)
+    if options.html is not None:
+        require_output("html", options.html, (".html",))
     jobs = num_jobs(options.jobs)
     from mdi_sim.executors import require_cluster
     from mdi_sim.search.statistics import require_measure
@@ -132,12 +136,23 @@ def lab(options: LabOptions) -> None:
 
     tell(f"wrote {options.out / 'lab.parquet'} ({len(found.frame)} runs)")
     measure = options.rank_by or found.measure
+    if options.html is not None:
+        _save_page(found, measure, options.html)
     if options.json:
         show_json(document(found, measure))
     else:
         show_table(*tables(found, measure))
     if found.missing:
         raise typer.Exit(INTERRUPTED)
+
+
+def _save_page(found: "LabResult", measure: str, path: Path) -> None:
+    from mdi_analysis import save_page
+    from minideepinfer.lab_page import lab_page
+
+    make_folder(path)
+    save_page(lab_page(found, measure), path)
+    tell(f"wrote {path}")
 
 
 def described_lab(

@@ -213,6 +213,8 @@ def _change(
 
 def _pareto(points: Sequence[Sequence[float]]) -> list[bool]:
     """Say of each point, less is better, whether no other is at least as good and once better."""
+    if not points:
+        return []  # every variant failed
     at = np.asarray(points, dtype=np.float64).reshape(len(points), -1)
     found = []
     for own in at:
