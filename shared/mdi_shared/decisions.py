@@ -8,12 +8,12 @@ Read next: `policies/base.py` (the questions), `prefill.py` and `decode.py` (the
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from math import inf
 from typing import NoReturn, TypeVar
 
-from mdi_shared.errors import MiniDeepInferError, PolicyError
+from mdi_shared.errors import MiniDeepInferError, PolicyError, require_int
 from mdi_shared.policies.base import SECOND, Key, Policy, View
 from mdi_shared.queues import Queues
 from mdi_shared.request import Sequence
@@ -25,7 +25,7 @@ Answer = TypeVar("Answer")
 class Decisions:
     """One scheduler's policy, what it sees, and what it has been told was served."""
 
-    __slots__ = ("_policy", "_queues", "_told", "view")
+    __slots__ = ("_policy", "_queues", "_told", "evicts", "view")
 
     def __init__(self, policy: Policy, queues: Queues) -> None:
         self._policy = policy
@@ -33,6 +33,8 @@ class Decisions:
         # Output tokens the policy has been told of, per sequence that ever had a chunk.
         self._told: dict[Sequence, int] = {}
         self.view = View(queues.config.block_size, queues.blocks.num_total - 1)
+        require_int(f"{_name(policy)}.evict", policy.evict, 0)
+        self.evicts = policy.evict > 0
 
     def begin_prefill(self) -> None:
         """Tell what was served since the last attempt, and sort the waiting queue."""
@@ -46,14 +48,17 @@ class Decisions:
             queues.waiting = deque([*islice(queues.waiting, held), *self._arranged(rest)])
             self.view.waiting = queues.waiting
 
-    def admits(self, seq: Sequence, picked: list[Sequence]) -> bool:
-        """Say whether the head, which fits, may take memory beside those running and picked."""
+    def admits(self, seq: Sequence, picked: list[Sequence], leaving: list[Sequence]) -> bool:
+        """Say whether the head, which fits, may take memory beside those running and picked.
+
+        `leaving` run, but give way to it.
+        """
         queues = self._queues
         if len(queues.running) == len(queues.dead) and not picked:
             return True
         if self._is_overdue(seq):
             return True
-        self._refresh(picked)
+        self._refresh(picked, leaving)
         answer = self._call("admit", seq, self._policy.admit, seq, self.view)
         if type(answer) is not bool:
             self._fail("admit", seq, f"returned {answer!r}, which is neither True nor False")
@@ -70,6 +75,22 @@ class Decisions:
         running = sorted(self._queues.running, key=lambda seq: seq.seq_id)
         return self._sorted("victim", self._policy.victim, running, greatest_first=True)
 
+    def giving_way(self, waiter: Sequence) -> Iterator[Sequence]:
+        """Yield the running sequences that give way to `waiter`, those first that do so first.
+
+        Never one that has done so as often as the policy allows, or that is overdue.
+        """
+        for seq in self.victims_first():
+            if seq.is_finished or seq.num_preempted >= self._policy.evict or self._is_overdue(seq):
+                continue
+            answer = self._call("makes_way", seq, self._policy.makes_way, seq, waiter, self.view)
+            if type(answer) is not bool:
+                self._fail(
+                    "makes_way", seq, f"returned {answer!r}, which is neither True nor False"
+                )
+            if answer:
+                yield seq
+
     # ---- how it asks ---------------------------------------------------------------------------
 
     def _tell_outputs(self) -> None:
@@ -84,11 +105,14 @@ class Decisions:
         for seq in left:
             del self._told[seq]
 
-    def _refresh(self, picked: Iterable[Sequence]) -> None:
+    def _refresh(self, picked: Iterable[Sequence], leaving: Collection[Sequence] = ()) -> None:
         queues, view = self._queues, self.view
         view.free_blocks = queues.blocks.num_free
         view.waiting = queues.waiting
         view.running = [*(seq for seq in queues.running if not seq.is_finished), *picked]
+        if leaving:
+            view.free_blocks += sum([queues.owned_blocks(seq) for seq in leaving])
+            view.running = [seq for seq in view.running if seq not in leaving]
 
     def _is_overdue(self, seq: Sequence) -> bool:
         most = self._policy.max_wait_s
