@@ -95,6 +95,14 @@ from mdi_traces import (
     parse_arrivals as parse_arrivals,
     parse_lengths as parse_lengths,
 )
+from minideepinfer.capacity_result import (
+    CapacityResult as CapacityResult,
+    capacity as capacity,
+)
+from minideepinfer.lab_result import (
+    LabResult as LabResult,
+    lab as lab,
+)
 from minideepinfer.run_summary import (
     RunSummary as RunSummary,
     summarize as summarize,

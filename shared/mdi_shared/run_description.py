@@ -18,6 +18,7 @@ from mdi_shared.errors import MOST_SEED, ConfigError, Rule, is_number, require_i
 from mdi_shared.json_input import parse_toml, require_mapping, require_object, require_texts
 from mdi_shared.placement import Placement, new_placement, placement_name
 from mdi_shared.policies import NO_POLICY, Policy, new_policy, policy_name
+from mdi_shared.policies.phases import require_allowed
 from mdi_shared.served import Served
 from mdi_shared.toml_text import to_toml, without_none
 
@@ -52,14 +53,11 @@ class RunDescription:
         require_int("seed", self.seed, 0, MOST_SEED)
         require_rules(self, self._rules())
         new_placement(self.placement)
-        new_policy(self.policy)
+        require_allowed(new_policy(self.policy), self.scheduler)
         if self.cost is not None:
             require_step_cost(self.cost, self.shape)
 
     def _rules(self) -> Iterator[Rule]:
-        policy, strict = self.policy, self.scheduler.strict_upstream
-        yield ("policy", policy == NO_POLICY or not strict, "contradicts strict_upstream, which "
-               "has the production engine's rules")  # fmt: skip
         rate = self.draft_accept_rate
         yield ("draft_accept_rate", is_number(rate) and 0 <= rate <= 1, "must be between 0 and 1")
         until = self.until_s

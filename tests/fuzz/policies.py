@@ -30,6 +30,7 @@ PARAMETERS = {
     "two_lanes": "threshold=8,bound_s=0.1", "vtc": "predict=1,weights=a:2", "sjf": "sigma=1",
     "priority": "aging_s=0.1", "past_future": "alpha=0.3,reserve=0.1", "srpt": "tau=0.5",
     "watermark": "share=0.5", "qoe": "ttft_s=0.01,horizon_s=0.1", "sjf_decay": "rate=100",
+    "mixed": "budget=6",
 }  # fmt: skip
 EVICTING = {
     "srpt": "evict=2", "limited_srpt": "evict=1,limit=0.5", "priority": "evict=3",
@@ -51,13 +52,28 @@ def named(rng: random.Random, names: list[str], *, may_evict: bool = True) -> st
     return f"{name}:{PARAMETERS[name]}" if has_own else name
 
 
+def fitting(config: SchedulerConfig, spec: str) -> SchedulerConfig:
+    """Return the options with which the policy can run."""
+    policy = policy_from_spec(spec)
+    if policy.evict:  # whom it evicts must not end
+        config = replace(config, stop_preempted_request=False)
+    if not policy.mixes:
+        return config
+    budget = max(config.token_budget, policy.budget)
+    return replace(config, num_draft_tokens=0, context_parallel_size=1, chunked_prefill=True,
+                   max_num_batched_tokens=budget)  # fmt: skip
+
+
 def specification(rng: random.Random) -> str:
     """Return a random policy."""
     if rng.random() >= COMBINED_SHARE:
         parts = [named(rng, list(POLICIES))]
     else:
-        parts = [f"{axis}={named(rng, names_of(axis), may_evict=axis == 'order')}"
-                 for axis in AXES if rng.random() < 0.8]  # fmt: skip
+        axes = [axis for axis in AXES if rng.random() < 0.8]
+        parts = []
+        for axis in axes:
+            may_evict = axis == "order" and not "".join(parts).startswith("phase=mixed")
+            parts.append(f"{axis}={named(rng, names_of(axis), may_evict=may_evict)}")
     if not parts or rng.random() < 0.2:
         parts.append(f"max_wait_s={rng.choice([0, 0.05, 0.3])}")
     return "+".join(parts)
@@ -72,14 +88,7 @@ def schedule(seed: int) -> tuple[Workload, str, int]:
         repeat = rng.randint(2, 30)
         workload = replace(workload, config=replace(workload.config, num_draft_tokens=0))
     spec = specification(rng)
-    workload = replace(workload, config=allowing(workload.config, spec))
-    return workload, spec, repeat
-
-
-def allowing(config: SchedulerConfig, spec: str) -> SchedulerConfig:
-    """Return the options with which a policy can run: whom it evicts must not end."""
-    evicts = policy_from_spec(spec).evict > 0
-    return replace(config, stop_preempted_request=False) if evicts else config
+    return replace(workload, config=fitting(workload.config, spec)), spec, repeat
 
 
 def most_steps(workload: Workload, num_preempted: int) -> int:
@@ -109,7 +118,10 @@ def run(seed: int, counts: Counter[str]) -> None:
         raise
     counts["preemptions"] += sum(rank.scheduler.num_preempted for rank in ranks)
     counts["evictions"] += sum(
-        len(turn.plan.preempted) for rank in ranks for turn in rank.turns if turn.plan.is_prefill
+        len(turn.plan.preempted)
+        for rank in ranks
+        for turn in rank.turns
+        if turn.plan.kind == PREFILL
     )
     counts["turns"] += sum(len(rank.turns) for rank in ranks)
     counts["schedules with axes combined"] += "=" in spec.partition(":")[0]
@@ -158,7 +170,7 @@ def evictions(rank: ScriptedRank, most: int) -> None:
     times: Counter[int] = Counter()
     for turn in rank.turns:
         plan = turn.plan
-        if plan.is_prefill and plan.preempted:
+        if plan.kind == PREFILL and plan.preempted:
             assert plan.seq_ids, "evicted for nobody"
             assert not set(plan.preempted) & set(plan.seq_ids), "evicted for itself"
             assert max(times[seq_id] for seq_id in plan.preempted) < most, "evicted too often"

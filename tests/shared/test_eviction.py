@@ -150,9 +150,11 @@ def test_what_contradicts_it_is_one_line():
         play(toy(**FULL), script, 3, scheduling=Asked(answer=None))
     with pytest.raises(ConfigError, match="evicts running requests, which stop_preempted_request"):
         Scheduler(toy(stop_preempted_request=True), scheduling=policy("srpt:evict=1"))
+    with pytest.raises(ConfigError, match="a mixed step has chosen who decodes by then"):
+        Scheduler(toy(), scheduling=policy("phase=mixed+order=srpt:evict=1"))
     with pytest.raises(ConfigError, match="evict is for the policy that answers order"):
         policy("fcfs+victim=srpt:evict=1")
     wrong = Asked(answer=True)
     wrong.evict = 0.5
-    with pytest.raises(ConfigError, match=r"Asked.evict = 0.5: must be an int, at least 0"):
+    with pytest.raises(ConfigError, match=r"policy Asked: evict = 0.5: must be an int, at least"):
         Scheduler(toy(), scheduling=wrong)

@@ -53,6 +53,22 @@ class Policy:
 
     max_wait_s: float = inf
     evict: int = 0
+    mixes: bool = False  # steps may hold prompt chunks beside those who decode,
+    budget: int = 0  # of so many tokens in all; 0 = of the run's token budget
+
+    @property
+    def has_phase(self) -> bool:
+        """Whether `phase` is asked at every turn, instead of the engine's votes now and then."""
+        return type(self).phase is not Policy.phase
+
+    def phase(self, view: View) -> bool:
+        """Say whether prompts go in this turn: before those who decode, or beside if it `mixes`.
+
+        Where a policy does not answer, votes decide. Asked at each turn in which somebody waits and
+        somebody decodes, below the watermark (docs/rules.md, R7). A group's answer is yes where
+        one rank's is.
+        """
+        return True
 
     def look(self, view: View) -> None:
         """Prepare for the questions of one prefill attempt; asked before any of them."""
@@ -97,6 +113,12 @@ class Policy:
 
     def __post_init__(self) -> None:
         check_parameters("policy", self)
+
+
+def shown(policy: Policy) -> str:
+    """Return what an error calls a policy."""
+    own = type(policy).__str__ is not object.__str__
+    return str(policy) if own else type(policy).__name__
 
 
 def waited_s(seq: Sequence, view: View) -> float:

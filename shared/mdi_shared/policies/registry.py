@@ -26,6 +26,7 @@ from mdi_shared.policies.base import Key, Policy, View
 from mdi_shared.policies.deadlines import EDF, LARS, QoE
 from mdi_shared.policies.fairness import VTC
 from mdi_shared.policies.output_length import SJF, SRPT, LimitedSRPT
+from mdi_shared.policies.phases import DecodeFirst, Mixed, PrefillFirst, Votes
 from mdi_shared.policies.prompt_length import ShortestPrompt, SJFAging, SJFDecay, TwoLanes
 from mdi_shared.policies.victims import (
     CostAware,
@@ -47,10 +48,12 @@ POLICIES: Mapping[str, type[Policy]] = {
     "newest": Newest, "longest_output": LongestOutput, "lowest_priority": LowestPriority,
     "least_computed": LeastComputed, "cost_aware": CostAware,
     "longest_remaining": LongestRemaining,
+    "votes": Votes, "prefill_first": PrefillFirst, "decode_first": DecodeFirst, "mixed": Mixed,
 }  # fmt: skip
 NO_POLICY = "fcfs"  # the engine's own rules, without asking anybody
-AXES = ("order", "admit", "victim")
-_DEFAULTS = {"order": "fcfs", "victim": "longest_output"}  # inherited, but a choice by name
+AXES = ("phase", "order", "admit", "victim")
+# Inherited, but a choice by name.
+_DEFAULTS = {"phase": "votes", "order": "fcfs", "victim": "longest_output"}
 
 
 class Combined(Policy):
@@ -59,9 +62,10 @@ class Combined(Policy):
     def __init__(self, spec: str, axes: Mapping[str, Policy], max_wait_s: float) -> None:
         self.spec = spec
         self.max_wait_s = max_wait_s
-        self._order, self._admit, self._victim = (axes[axis] for axis in AXES)
-        self.evict = self._order.evict
+        self._phase, self._order, self._admit, self._victim = (axes[axis] for axis in AXES)
         self._all = tuple(dict.fromkeys(axes.values()))
+        self.mixes, self.budget = self._phase.mixes, self._phase.budget
+        self.evict = self._order.evict
 
     def __str__(self) -> str:
         return self.spec
@@ -69,6 +73,13 @@ class Combined(Policy):
     def look(self, view: View) -> None:
         for policy in self._all:
             policy.look(view)
+
+    @property
+    def has_phase(self) -> bool:
+        return self._phase.has_phase
+
+    def phase(self, view: View) -> bool:
+        return self._phase.phase(view)
 
     def order(self, seq: Sequence, view: View) -> Key:
         return self._order.order(seq, view)
