@@ -43,8 +43,8 @@ class Scheduler:
 
     `policy` decides how many prompt tokens a chunk gets; left out, the token budget decides.
     `scheduling` decides who is next, who may take memory and who gives way; left out, the engine's
-    own rules (docs/rules.md, R6, R8 and R17). Raises `ConfigError` for one that `config` leaves no
-    room.
+    own rules (docs/rules.md, R6, R8 and R17). Raises `ConfigError` for one that `config` does
+    not allow.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class Mixed(Policy):
 
 
 def require_allowed(policy: Policy | None, config: SchedulerConfig) -> None:
-    """Raise `ConfigError` for a policy that these options leave no room (docs/design.md)."""
+    """Raise `ConfigError` for a policy that these options do not allow (docs/design.md)."""
     if policy is None:
         return
     name = shown(policy)
@@ -72,5 +72,6 @@ def require_allowed(policy: Policy | None, config: SchedulerConfig) -> None:
                            ("chunked_prefill", True)):  # fmt: skip
         require(getattr(config, option) == needed, "policy", name, "mixed steps need "
                 f"{option} = {str(needed).lower()}")  # fmt: skip
-    require(0 <= policy.budget <= config.token_budget, "policy", name, "the budget of a mixed step "
-            f"must be at most the token budget, {config.token_budget}")  # fmt: skip
+    holds = type(policy.budget) is int and 0 <= policy.budget <= config.token_budget
+    require(holds, "policy", name, f"the budget of a mixed step, {policy.budget}, must be an int "
+            f"from 0 to the token budget, {config.token_budget}")  # fmt: skip
