@@ -1,4 +1,4 @@
-"""What a scheduling policy costs: CPU time of whole simulations, as ratios to first come, first served.
+"""What a scheduling policy costs: CPU time of whole simulations, as ratios to none.
 
 A generated workload on one rank (the preset `azure-conv`), a pool of 65,536 tokens and an attempt
 to prefill at every step, so that the policy is asked as often as can be: at a rate that the rank

@@ -1,4 +1,4 @@
-"""BalanceRoute's claim (arXiv 2605.06113) as a shape: the KV load of lock-step ranks gets more even.
+"""BalanceRoute (arXiv 2605.06113) as a shape: the KV load of lock-step ranks gets more even.
 
 And where a step's time grows with it, as with dense attention, steps take less.
 """
@@ -32,7 +32,6 @@ def loads(placement, work):
 def test_balancing_kv_evens_the_ranks_and_shortens_their_steps(seed):
     work = generate_workload("azure-conv", num_requests=500, rate=60.0, seed=seed)
     found = {name: loads(name, work) for name in ("round_robin", "jsq", "balance")}
-    print(found)
     imbalance, took_ms = found["balance"]
     for other in ("round_robin", "jsq"):
         assert imbalance < 0.9 * found[other][0], other
