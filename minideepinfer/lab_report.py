@@ -6,6 +6,7 @@ Read next: `lab_result.py` (the result), docs/lab.md (how to read it).
 """
 
 from io import StringIO
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 from mdi_analysis.report import Sheet, change, counted, number, percent, plain
@@ -43,6 +44,8 @@ def verdict(result: "LabResult", measure: str) -> str:
         )
     if len(standings) == 1:
         return f"one variant only: {_named(result, base.variant)} has nothing to be compared with"
+    if isnan(base.values[measure]):
+        return f"no verdict: the runs have no {measure}"
     best, name = ran[0], _named(result, result.baseline)
     if best is base:
         return f"no variant is better than {name} in {measure}"

@@ -125,7 +125,7 @@ def lab(options: LabOptions) -> None:
 
     require_cluster(options.cluster)
     if options.rank_by is not None:
-        require_measure(options.rank_by)
+        require_measure(options.rank_by, "rank_by")
     wanted = described_lab(options, options.traces, options.loads)
     planned = wanted.plan()
     check_traces(wanted)

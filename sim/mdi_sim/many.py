@@ -60,9 +60,10 @@ def as_they_end(
     is_more = True
     while is_more or at_work:
         while is_more and len(at_work) < workers.at_a_time:
-            number, task = next(tasks, (-1, None))
-            is_more = task is not None
-            if task is not None:
+            following = next(tasks, None)
+            is_more = following is not None
+            if following is not None:
+                number, task = following
                 at_work[workers.executor.submit(_guarded, job, task)] = number
         for future in _first_done(at_work, longest_s):
             yield at_work.pop(future), _result(future)

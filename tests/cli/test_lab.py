@@ -105,7 +105,7 @@ def test_interrupted_it_keeps_what_it_has(mdi, monkeypatch):
         (("--placement", "best"), "placement = 'best': 'best' is not a placement"),
         (("--seeds", "0"), "seeds = 0: must be at least 1"),
         (("--slo", "ttft<3"), "slo = 'ttft<3': must be METRIC.STATISTIC<=MS"),
-        (("--rank-by", "speed"), "measure = 'speed': must be one of requests, "),
+        (("--rank-by", "speed"), "rank_by = 'speed': must be one of requests, "),
         (("--cluster", "mpi://x:1"), "cluster = 'mpi://x:1': must be dask://HOST:PORT or ray"),
         (("--jobs", "0"), "jobs = 0: must be at least 1"),
         (("no.csv",), "traces = 'no.csv': is no workload preset, no file, no folder"),

@@ -326,6 +326,7 @@ def test_sentences(here):
     )
     worse = mdi.LabResult(table({"a": a, "b": {at: v * 2 for at, v in a.items()}}), plan)
     assert worse.sentence() == "no variant is better than a in e2e_ms_mean"
+    assert half.sentence("jain") == "no verdict: the runs have no jain"
     alone = mdi.LabResult(table({"a": a}), {**plan, "policies": ["a"]})
     assert "nothing to be compared with" in alone.sentence()
 

@@ -18,7 +18,7 @@ import os, time
 from mdi_sim.many import run_many
 
 def wait(seconds):
-    os.write(1, b"begun\n")  # whole, whoever else writes
+    os.write(1, b"begun\\n")  # whole, whoever else writes
     time.sleep(seconds)
 
 list(run_many(wait, [("one", 600), ("two", 600)], jobs=2))

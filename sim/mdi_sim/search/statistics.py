@@ -248,8 +248,6 @@ def _undo(measure: str, difference: float) -> float:
     return float(np.expm1(difference)) if is_relative(measure) else difference
 
 
-def require_measure(measure: str) -> None:
+def require_measure(measure: str, field: str = "measure") -> None:
     """Raise `ConfigError` unless `measure` is a column that can rank."""
-    require(
-        measure in MEASURE_NAMES, "measure", measure, f"must be one of {', '.join(MEASURE_NAMES)}"
-    )
+    require(measure in MEASURE_NAMES, field, measure, f"must be one of {', '.join(MEASURE_NAMES)}")

@@ -95,8 +95,9 @@ def trace_hash(path: str) -> str:
         for file in files:
             with file.open("rb") as opened:
                 digest.update(hashlib.file_digest(opened, "sha256").digest())
-    except OSError as error:
-        raise ConfigError("traces", path, f"cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # a folder that is closed, a name with a NUL
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError("traces", path, f"cannot be read: {reason}") from error
     return digest.hexdigest()
 
 
