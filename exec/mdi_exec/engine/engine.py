@@ -351,7 +351,8 @@ class LLMEngine:
             self.recording.catch_up()  # the device is busy meanwhile
         flight.tokens = flight.pending.result()
         flight.awaited_ns = self.now_ns()
-        drawn: list[tuple[int, ...]] = [(token,) for token in flight.tokens.token_ids]
+        ids = flight.tokens.token_ids
+        drawn = [tuple(ids[first:end]) for first, end in flight.tokens.spans()]
         return StepResult((*drawn, ()) if flight.plan.is_partial else tuple(drawn))
 
     def _report(self, report: Report) -> None:
@@ -373,22 +374,20 @@ class LLMEngine:
         """Store a step's visible tokens and show them."""
         assert flight.tokens is not None, "a reported step has been awaited"
         ended = {ending.seq_id: ending for ending in outcome.ended}
-        columns = zip(outcome.seq_ids, flight.requests, outcome.tokens, strict=True)
-        for index, (seq_id, state, new) in enumerate(columns):
+        # A prompt that is not done yet is the last of its step, and has no tokens.
+        columns = zip(outcome.seq_ids, flight.requests, outcome.tokens, flight.tokens.spans(),
+                      strict=False)  # fmt: skip
+        for seq_id, state, new, (first, _) in columns:
             if not new:
                 continue
-            state.tokens.extend(new)
-            state.logprobs.append(flight.tokens.logprobs[index])
-            if state.finish_reason is None and state.has_stop_string():
-                # The scheduler knows no text and will be told to end it; what steps in flight may
-                # bring of it, nobody sees.
-                state.finish_reason = "stop"
+            # The scheduler knows no text and will be told to end it; what comes behind, of these
+            # tokens and of steps in flight, nobody sees.
+            if self.book.append(state, new, flight.tokens.logprobs[first : first + len(new)]):
                 self._leaving.append(state.req_id)
-                self.book.show(state, new)
-            elif state.finish_reason is None and seq_id not in ended:
-                self.book.show(state, new)
             if seq_id in ended:
                 self._finish(ended[seq_id], new)
+            elif state.finish_reason is None:
+                self.book.show(state, new)
 
     def _finish(self, ending: Ending, new: tuple[int, ...]) -> None:
         """Show a request's last output and forget it; steps in flight keep their own list."""

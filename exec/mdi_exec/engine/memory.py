@@ -29,7 +29,8 @@ from mdi_shared.errors import ConfigError
 
 ROUTED_EXPERT = re.compile(r"\.ffn\.experts\.(\d+)\.")
 ENGRAM_TABLE = ".engram.embed."
-NOT_BACKBONE = ("mtp.", "vision.", "aligner.", "image_")  # in the checkpoint, but never loaded
+DRAFT_HEAD = "mtp."  # loaded where there are drafts
+NEVER_LOADED = ("vision.", "aligner.", "image_")  # but in the checkpoint
 MARGIN = 1.1  # allocator rounding and small tensors
 SAMPLER_ARRAYS = 8  # of float64 and int64, of as many rows as the sampler takes at once
 
@@ -75,7 +76,7 @@ def estimate_memory(
     another device. In a group every rank may have the largest step, all for one rank's experts.
     """
     config = layout.config
-    specs = backbone_tensors(config, shard)
+    specs = loaded_tensors(config, shard, with_draft=layout.with_draft)
     tables = sum(spec.nbytes for name, spec in specs.items() if ENGRAM_TABLE in name)
     weights = sum(spec.nbytes for spec in specs.values()) - tables * engram_elsewhere
     copies = min(int(copies_limit), _copied_bytes(specs, for_kernels=for_kernels))
@@ -88,7 +89,9 @@ def estimate_memory(
     )  # fmt: skip
 
 
-def backbone_tensors(config: ModelConfig, shard: ExpertShard = WHOLE) -> dict[str, TensorSpec]:
+def loaded_tensors(
+    config: ModelConfig, shard: ExpertShard = WHOLE, *, with_draft: bool = False
+) -> dict[str, TensorSpec]:
     """Return the tensors that the text model loads: of a shard, its experts and table rows.
 
     Raises `ConfigError` when the group's size does not divide the routed experts.
@@ -97,7 +100,9 @@ def backbone_tensors(config: ModelConfig, shard: ExpertShard = WHOLE) -> dict[st
     found: dict[str, TensorSpec] = {}
     for name, spec in expected_tensors(config).items():
         expert = ROUTED_EXPERT.search(name)
-        if name.startswith(NOT_BACKBONE) or (expert and int(expert[1]) not in own):
+        if name.startswith(DRAFT_HEAD) and with_draft:
+            found[name] = spec
+        if name.startswith((DRAFT_HEAD, *NEVER_LOADED)) or (expert and int(expert[1]) not in own):
             continue
         if ENGRAM_TABLE in name:
             spec = TensorSpec(spec.dtype, (len(shard.rows(spec.shape[0])), *spec.shape[1:]))

@@ -152,6 +152,21 @@ class RequestBook:
             self.live.pop(state.req_id, None)
         state.sink.append(RequestOutput(state, new_token_ids))
 
+    def append(self, state: RequestState, new: tuple[int, ...], logprobs: list[Logprobs]) -> bool:
+        """Add tokens to a request, each with its log-probabilities.
+
+        Says whether they complete a stop string; it has been shown for the last time then, up to
+        that token.
+        """
+        stops = False
+        for count, (token, logprob) in enumerate(zip(new, logprobs, strict=True), start=1):
+            state.tokens.append(token)
+            state.logprobs.append(logprob)
+            if state.finish_reason is None and state.has_stop_string():
+                state.finish_reason, stops = "stop", True
+                self.show(state, new[:count])
+        return stops
+
     def end_all(self) -> None:
         """Give everybody who still waits a last output: the engine has stopped."""
         with self.lock:

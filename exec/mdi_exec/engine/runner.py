@@ -14,13 +14,16 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mdi_exec.engine.device_clock import DeviceClock, Mark, clock_of
+from mdi_exec.engine.draft_inputs import drafted_inputs
+from mdi_exec.engine.drafting import Drafting
 from mdi_exec.engine.graphs import StepGraphs
 from mdi_exec.engine.request_state import Logprobs, RequestState
 from mdi_exec.engine.sampling import Draw
@@ -45,6 +48,10 @@ class StepTokens:
     `start_ns` and `end_ns` bound the device's work on the clock of `time.monotonic_ns`;
     `sample_ns` of it went into sampling. `graph_size` is the size of the captured graph that ran,
     0 = none. `moe_imbalance` is the busiest expert's rows over the mean, averaged over layers.
+
+    Where drafts were verified there is a row per token instead, and `counts` says how many tokens
+    each sequence has: its accepted drafts and one. `confidences` are of its next drafts, each the
+    logit of the chance that it is accepted if those before it are.
     """
 
     token_ids: list[int]
@@ -54,6 +61,14 @@ class StepTokens:
     sample_ns: int = 0
     graph_size: int = 0
     moe_imbalance: float = NOT_MEASURED
+    counts: list[int] | None = None
+    confidences: list[list[float]] | None = None
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Return where each sequence's rows begin and end."""
+        if self.counts is None:
+            return [(i, i + 1) for i in range(len(self.token_ids))]
+        return list(pairwise(accumulate(self.counts, initial=0)))
 
 
 class Pending(Protocol):
@@ -98,6 +113,8 @@ class ModelRunner:
     requests and their float32 logits [m, vocab_size], which the next step may overwrite: on a GPU
     when the step is launched, before the device has computed them.
 
+    `drafting` has decode steps verify drafts and make new ones.
+
     In a `group` of several ranks a step without requests runs a placeholder row, because the other
     ranks meet this one in every layer; the model's exchange is told each step's rows of all ranks.
     """
@@ -113,6 +130,7 @@ class ModelRunner:
         measures_experts: bool = False,
         on_logits: Callable[[Sequence[RequestState], Tensor], None] | None = None,
         group: RankGroup | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         self.model = model
         self.cache_layout = cache.layout
@@ -120,7 +138,8 @@ class ModelRunner:
         self.on_logits = on_logits
         self._group = group if group is not None else RankGroup()
         self._program = StepProgram(model, cache, sampler, max_rows=cache.num_slots,
-                                    measures_experts=measures_experts)  # fmt: skip
+                                    measures_experts=measures_experts,
+                                    drafting=drafting)  # fmt: skip
         self.graphs: StepGraphs | None = None
         if graph_limits is not None and model.is_capturable:
             self.graphs = StepGraphs(self._program, max_num_seqs=graph_limits[0],
@@ -190,6 +209,8 @@ class ModelRunner:
         shape = self.graphs.shape_of(plan) if self.graphs is not None and can_replay else None
         if not plan.seq_ids:
             return placeholder_prompt(1) if shape is None else shape.placeholders()
+        if self._program.drafting is not None and not plan.is_prefill:
+            return drafted_inputs(plan, requests, self._row_of)
         return gather_inputs(plan, requests, self._row_of, shape=shape,
                              replay_keep_tokens=self.replay_keep_tokens)  # fmt: skip
 
@@ -243,7 +264,8 @@ class ModelRunner:
 
     def _show_logits(self, inputs: StepInputs, forwarded: Forwarded) -> None:
         if self.on_logits is not None and inputs.requests:
-            self.on_logits(inputs.requests, forwarded.logits[: len(inputs.requests)])
+            asked = inputs.requests_of_rows
+            self.on_logits(asked, forwarded.logits[: len(asked)])
 
     def _to_host(self, results: Results) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Start copies of the results into pinned memory of their own."""
@@ -263,7 +285,8 @@ class ModelRunner:
     @torch.inference_mode()
     def _collect(self, flight: _Flight) -> StepTokens:
         """Wait for a step and read its results."""
-        clock, inputs, count = self._clock, flight.inputs, len(flight.inputs.requests)
+        clock, inputs = self._clock, flight.inputs
+        count = len(inputs.requests_of_rows)
         clock.wait(flight.marks[-1])
         now_ns = time.monotonic_ns()
         begin_ns, middle_ns, end_ns = (clock.nanoseconds(mark) for mark in flight.marks)
@@ -276,20 +299,21 @@ class ModelRunner:
         finite = values[2].tolist()
         if not all(finite):
             self._fail(flight, finite.index(0))
-        floats = torch.cat((values[1], flight.packed[-1:])).to(torch.int32).view(torch.float32)
-        *logprobs, imbalance = floats.tolist()
+        rest = flight.packed[RESULT_COLUMNS * rows :]
+        *logprobs, imbalance = _floats(torch.cat((values[1], rest[:1]))).tolist()
         tokens = values[0].tolist()
-        return StepTokens(
+        found = StepTokens(
             tokens, _logprobs(tokens, logprobs, flight.tops, inputs.draws), start_ns, end_ns,
             min(max(end_ns - middle_ns, 0), end_ns - start_ns), inputs.graph_size, imbalance,
         )  # fmt: skip
+        return found if len(rest) == 1 else _only_accepted(found, inputs, rest[1:])
 
     def _fail(self, flight: _Flight, row: int) -> None:
         """Raise for a request whose logits hold NaN or infinity, with the part at fault."""
         with self._on_device():
             batch = flight.batch or self._batch_again(flight.inputs)
             part = self.model.first_broken_part(batch, self._program.cache)
-        raise NumericsError(flight.inputs.requests[row].req_id, part)
+        raise NumericsError(flight.inputs.requests_of_rows[row].req_id, part)
 
     def _batch_again(self, inputs: StepInputs) -> Batch:
         """Lay a graph's decode step out anew, with the tokens that have arrived since."""
@@ -299,6 +323,28 @@ class ModelRunner:
                 ids[row] = request.tokens[draw.position - 1]
         arrays = {**inputs.host.arrays, "token_ids": ids}
         return Batch.place(inputs.host, self._staging.upload(arrays))
+
+
+def _floats(bits: Tensor) -> Tensor:
+    """Return float32 numbers that were packed as int64."""
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def _only_accepted(step: StepTokens, inputs: StepInputs, drafts: Tensor) -> StepTokens:
+    """Leave out the rows behind each sequence's first rejected draft.
+
+    `drafts` are the last part of `Results.packed`.
+    """
+    seqs = len(inputs.requests)
+    counts = [1 + accepted for accepted in drafts[:seqs].tolist()]
+    firsts = inputs.host.arrays["cu_q"].tolist()
+    rows = [row for first, count in zip(firsts, counts, strict=False)
+            for row in range(first, first + count)]  # fmt: skip
+    return replace(
+        step, token_ids=[step.token_ids[row] for row in rows],
+        logprobs=[step.logprobs[row] for row in rows], counts=counts,
+        confidences=_floats(drafts[seqs:]).view(seqs, -1).tolist(),
+    )  # fmt: skip
 
 
 def _logprobs(

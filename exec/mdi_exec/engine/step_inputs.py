@@ -53,7 +53,7 @@ class GraphShape:
             BatchColumns.of(self.padding(0, 0)), [0] * self.rows, table_width=self.table_width
         )
         draws = [Draw(_NOTHING_ASKED, 0, 0)] * self.seqs
-        return _inputs(host, _ALL_GIVEN * self.rows, [], draws, self)
+        return step_inputs(host, _ALL_GIVEN * self.rows, [], draws, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,14 @@ class StepInputs:
         return len(self.host.arrays["cut.rows"]) if self.host.is_cut else self.num_rows
 
     @property
+    def requests_of_rows(self) -> list[RequestState]:
+        """The request of each draw that belongs to one: several in a row where it has drafts."""
+        if "previous" not in self.arrays:
+            return self.requests
+        lengths = np.diff(self.host.arrays["cu_q"]).tolist()
+        return [r for r, length in zip(self.requests, lengths, strict=True) for _ in range(length)]
+
+    @property
     def graph_size(self) -> int:
         """Rows of the captured graph that runs the step; 0 = none does."""
         return 0 if self.shape is None else self.shape.rows
@@ -95,7 +103,7 @@ def placeholder_prompt(rows: int) -> StepInputs:
     (docs/rules.md, R27).
     """
     host = HostBatch.lay_out(BatchColumns.of([_placeholder(rows)]), [0] * rows)
-    return _inputs(host, _ALL_GIVEN * rows, [], [Draw(_NOTHING_ASKED, 0, 0)], None)
+    return step_inputs(host, _ALL_GIVEN * rows, [], [Draw(_NOTHING_ASKED, 0, 0)], None)
 
 
 def sizes_up_to(max_rows: int) -> list[int]:
@@ -131,7 +139,7 @@ def gather_inputs(
              for request, k in zip(sampled, ks, strict=False)]  # fmt: skip
     token_ids, sources = _tokens(plan, requests, (qs, ks), sample_of)
     seqs = BatchColumns(
-        qs, ks, plan.slots, _updated_tables(plan, requests),
+        qs, ks, plan.slots, updated_tables(plan, requests),
         [1] * num_sampled + [0 if shape is None else 1] * plan.is_partial,
         plan.full_lens if plan.is_prefill else ks,
         [request.prompt_len for request in requests],
@@ -150,7 +158,7 @@ def gather_inputs(
         replay_keep_tokens=replay_keep_tokens if plan.is_prefill else 0,
         table_width=shape.table_width if shape is not None else 0,
     )
-    return _inputs(host, sources, sampled, draws, shape)
+    return step_inputs(host, sources, sampled, draws, shape)
 
 
 def _tokens(
@@ -170,7 +178,7 @@ def _tokens(
     return token_ids, sources
 
 
-def _updated_tables(plan: StepPlan, requests: Sequence[RequestState]) -> "list[array[int]]":
+def updated_tables(plan: StepPlan, requests: Sequence[RequestState]) -> "list[array[int]]":
     """Bring the requests' block tables up to a plan and return them (see `StepPlan`)."""
     if plan.taken or plan.rows_each > 1:  # without drafts nobody gives a block back
         columns = zip(requests, plan.num_blocks, plan.new_blocks, strict=True)
@@ -181,10 +189,11 @@ def _updated_tables(plan: StepPlan, requests: Sequence[RequestState]) -> "list[a
     return [request.block_table for request in requests]
 
 
-def _inputs(
+def step_inputs(
     host: HostBatch, sources: "array[int]", requests: list[RequestState], draws: list[Draw],
     shape: GraphShape | None,
 ) -> StepInputs:  # fmt: skip
+    """Put a step together; parameters as the fields of `StepInputs`."""
     arrays = {
         **host.arrays,
         "sources": np.array(sources, dtype=np.int64),
