@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 from mdi_exec.engine.engine import LLMEngine
 from mdi_exec.engine.llm import LLM
-from mdi_exec.engine.runner import StepTokens
+from mdi_exec.engine.step_tokens import StepTokens
 from mdi_exec.numerics import Numerics
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.scheduler import Scheduler

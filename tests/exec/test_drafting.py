@@ -5,6 +5,8 @@ pattern of acceptances: drafts are the tokens that plain decoding gave, some of 
 """
 
 import random
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +14,7 @@ from mdi_exec.engine.llm import LLM
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.numerics import Numerics
 from tests.exec.engines import CHECKPOINT, SMALL, is_empty
+from tests.exec.groups import llm_results
 
 VOCABULARY = 1024
 dice = random.Random(7)
@@ -65,6 +68,8 @@ def spoil(runner, served, right):
             return made
         bases, seeds = batch.starts + found.accepted, rows.seeds[batch.cu_q[:-1]]
         for slot, base, seed in zip(batch.slots, bases.tolist(), seeds.tolist(), strict=True):
+            if not slot:  # an idle rank's
+                continue
             index = seed - 100
             text = [*PROMPTS[index], *served.plain[index][0], *[0] * 9]
             for i in range(drafting.size):
@@ -192,6 +197,29 @@ def test_aborts_in_the_middle(rounded_model):
         count = len(out.token_ids)
         assert (out.token_ids, out.logprobs) == (tokens[:count], logprobs[:count])
         assert count == len(tokens) or index in (2, 3)
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
+def test_ranks_of_a_group_draft_together(rounded_model, exchange):
+    """Idle ranks take part: the second rank has been done for long when the first one is."""
+    params = [replace(p, max_tokens=p.max_tokens if i % 2 == 0 else 3)
+              for i, p in enumerate(PARAMS)]  # fmt: skip
+
+    def serve():
+        found = SimpleNamespace(plain=rounded_model.plain, accepted=[])
+        options = {"num_draft_tokens": 3, "exchange": exchange, **SMALL}
+        with LLM(CHECKPOINT, **options) as llm:
+            spoil(llm.engine.runner, found, 0.7)
+            outputs = llm.generate(PROMPTS, params)
+        return [(o.token_ids, o.logprobs) for o in outputs], found.accepted
+
+    plain = [
+        (tokens[: p.max_tokens], logprobs[: p.max_tokens])
+        for p, (tokens, logprobs, *_) in zip(params, rounded_model.plain, strict=True)
+    ]
+    for outputs, accepted in llm_results(2, serve):
+        assert outputs == plain
+        assert max(accepted) > 0
 
 
 def test_fewer_steps_are_taken(rounded_model):

@@ -11,7 +11,14 @@ import numpy as np
 
 from mdi_exec.engine.request_state import RequestState, ints32
 from mdi_exec.engine.sampling import Draw
-from mdi_exec.engine.step_inputs import GIVEN, StepInputs, step_inputs, updated_tables
+from mdi_exec.engine.step_inputs import (
+    GIVEN,
+    NOTHING_ASKED,
+    StepInputs,
+    placeholder,
+    step_inputs,
+    updated_tables,
+)
 from mdi_exec.model.batch import BatchColumns, HostBatch
 from mdi_exec.model.staging import Array
 from mdi_shared.plan import StepPlan
@@ -50,6 +57,14 @@ def drafted_inputs(
     made.arrays["previous"] = np.array(previous, dtype=np.int64)
     if any(draw.params.golden_token_ids for draw in draws):
         made.arrays["golden"] = _golden(draws, plan.rows_each - 1)
+    return made
+
+
+def drafted_placeholder() -> StepInputs:
+    """Return what an idle rank runs in a decode step: a row, and a block of drafts behind it."""
+    host = HostBatch.lay_out(BatchColumns.of([placeholder(1)]), [0])
+    made = step_inputs(host, array("q", [GIVEN]), [], [Draw(NOTHING_ASKED, 0, 0)], None)
+    made.arrays["previous"] = np.array([GIVEN], dtype=np.int64)
     return made
 
 

@@ -1,13 +1,10 @@
 """What `num_draft_tokens` asks of a model and of where it runs."""
 
-from mdi_exec.engine.options import EngineOptions
 from mdi_exec.model.config import ModelConfig
 from mdi_shared.errors import ConfigError
 
 
-def require_drafts(
-    count: int, config: ModelConfig, options: EngineOptions, *, device: str, has_head: bool = True
-) -> None:
+def require_drafts(count: int, config: ModelConfig, *, device: str, has_head: bool = True) -> None:
     """Raise `ConfigError` unless `count` drafts a sequence can be made and verified; 0 always can.
 
     `has_head`: the model has been, or will be, loaded with its draft head.
@@ -25,8 +22,5 @@ def require_drafts(
         raise refuse(f"must be at most {most}, the block that the model's draft head was made for")
     if device != "cpu":
         raise refuse(f"drafts have run on a CPU only so far, not on {device}; set it to 0")
-    if options.data_parallel_size > 1:
-        raise refuse("one rank drafts alone so far, not data_parallel_size = "
-                     f"{options.data_parallel_size}; set it to 0")  # fmt: skip
     if not has_head:
         raise refuse("the model was loaded without its draft head; another LLM may have it")

@@ -20,8 +20,9 @@ from mdi_exec.engine.request_state import (
     arrival,
     require_name,
 )
-from mdi_exec.engine.runner import ModelRunner, Pending, StepTokens
+from mdi_exec.engine.runner import ModelRunner, Pending
 from mdi_exec.engine.sampling import SamplingParams
+from mdi_exec.engine.step_tokens import StepTokens
 from mdi_exec.errors import EngineStoppedError
 from mdi_exec.ranks.parallel import HAS_COME, MAY_COME, NOTHING_COMES, RankGroup
 from mdi_exec.weights.tokenizer import Tokenizer

@@ -163,8 +163,8 @@ class LoadedModel:
             options, self.layout, kv_bytes, eos_token_id=self.config.eos_token_id,
             max_positions=self.config.max_position_embeddings,
         )  # fmt: skip
-        require_drafts(config.num_draft_tokens, self.config, self.options,
-                       device=self.options.device, has_head=self._has_head)  # fmt: skip
+        require_drafts(config.num_draft_tokens, self.config, device=self.options.device,
+                       has_head=self._has_head)  # fmt: skip
         return config
 
     # ---- engines -------------------------------------------------------------------------------

@@ -96,13 +96,13 @@ def loaded_tensors(
 
     Raises `ConfigError` when the group's size does not divide the routed experts.
     """
-    own = shard.experts(config.n_routed_experts)
+    own = [shard.experts(config.n_routed_experts)]  # of the model's layers, and of draft layers
+    own += [shard.experts(config.dspark_n_routed_experts)] * with_draft
+    left_out = NEVER_LOADED if with_draft else (DRAFT_HEAD, *NEVER_LOADED)
     found: dict[str, TensorSpec] = {}
     for name, spec in expected_tensors(config).items():
-        expert = ROUTED_EXPERT.search(name)
-        if name.startswith(DRAFT_HEAD) and with_draft:
-            found[name] = spec
-        if name.startswith((DRAFT_HEAD, *NEVER_LOADED)) or (expert and int(expert[1]) not in own):
+        expert, layers = ROUTED_EXPERT.search(name), name.startswith(DRAFT_HEAD)
+        if name.startswith(left_out) or (expert and int(expert[1]) not in own[layers]):
             continue
         if ENGRAM_TABLE in name:
             spec = TensorSpec(spec.dtype, (len(shard.rows(spec.shape[0])), *spec.shape[1:]))

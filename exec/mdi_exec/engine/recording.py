@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 
 from mdi_exec.engine.request_state import RequestState
-from mdi_exec.engine.runner import StepTokens
+from mdi_exec.engine.step_tokens import StepTokens
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.cost.shape import ModelShape
 from mdi_shared.cost.work import step_work

@@ -14,21 +14,20 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mdi_exec.engine.device_clock import DeviceClock, Mark, clock_of
-from mdi_exec.engine.draft_inputs import drafted_inputs
+from mdi_exec.engine.draft_inputs import drafted_inputs, drafted_placeholder
 from mdi_exec.engine.drafting import Drafting
 from mdi_exec.engine.graphs import StepGraphs
-from mdi_exec.engine.request_state import Logprobs, RequestState
-from mdi_exec.engine.sampling import Draw
+from mdi_exec.engine.request_state import RequestState
 from mdi_exec.engine.step_inputs import StepInputs, gather_inputs, placeholder_prompt, sizes_up_to
 from mdi_exec.engine.step_program import RESULT_COLUMNS, Forwarded, Results, StepProgram
+from mdi_exec.engine.step_tokens import StepTokens, floats_of, logprobs_of, only_accepted
 from mdi_exec.errors import EngineStoppedError, NumericsError
 from mdi_exec.model.batch import Batch
 from mdi_exec.model.cache import DeviceCache
@@ -37,38 +36,6 @@ from mdi_exec.model.transformer import Transformer
 from mdi_exec.ops.sampler import Sampler
 from mdi_exec.ranks.parallel import RankGroup
 from mdi_shared.plan import StepPlan
-
-NOT_MEASURED = float("nan")
-
-
-@dataclass(frozen=True, slots=True)
-class StepTokens:
-    """What a step sampled, on the host: a row per sequence that yields a token, in plan order.
-
-    `start_ns` and `end_ns` bound the device's work on the clock of `time.monotonic_ns`;
-    `sample_ns` of it went into sampling. `graph_size` is the size of the captured graph that ran,
-    0 = none. `moe_imbalance` is the busiest expert's rows over the mean, averaged over layers.
-
-    Where drafts were verified there is a row per token instead, and `counts` says how many tokens
-    each sequence has: its accepted drafts and one. `confidences` are of its next drafts, each the
-    logit of the chance that it is accepted if those before it are.
-    """
-
-    token_ids: list[int]
-    logprobs: list[Logprobs]
-    start_ns: int
-    end_ns: int
-    sample_ns: int = 0
-    graph_size: int = 0
-    moe_imbalance: float = NOT_MEASURED
-    counts: list[int] | None = None
-    confidences: list[list[float]] | None = None
-
-    def spans(self) -> list[tuple[int, int]]:
-        """Return where each sequence's rows begin and end."""
-        if self.counts is None:
-            return [(i, i + 1) for i in range(len(self.token_ids))]
-        return list(pairwise(accumulate(self.counts, initial=0)))
 
 
 class Pending(Protocol):
@@ -199,18 +166,25 @@ class ModelRunner:
 
     def _announce(self, inputs: StepInputs) -> None:
         """Tell the exchange every rank's rows; on the host, so that no device is waited for."""
-        gathered = self._group.gather((inputs.num_rows, inputs.num_kept_rows))
-        if self._group.size > 1:
-            self.model.exchange.begin_step([(rows, kept) for rows, kept in gathered])
+        gathered = self._group.gather((inputs.num_rows, inputs.num_kept_rows, inputs.num_drafting))
+        if self._group.size == 1:
+            return
+        self.model.exchange.begin_step([(rows, kept) for rows, kept, _ in gathered])
+        if self._program.drafting is not None and inputs.num_drafting:
+            each = self._program.drafting.size
+            self.model.exchange.begin_step([(each * seqs, each * seqs) for *_, seqs in gathered])
 
     def _inputs(self, plan: StepPlan, requests: Sequence[RequestState]) -> StepInputs:
         # Behind bounded replay's cut a step has fewer rows, and how many hangs on its prompts.
         can_replay = self.graphs is not None and not (plan.is_prefill and self.replay_keep_tokens)
         shape = self.graphs.shape_of(plan) if self.graphs is not None and can_replay else None
+        if self._program.drafting is not None and not plan.is_prefill:
+            is_idle = not plan.seq_ids
+            return (
+                drafted_placeholder() if is_idle else drafted_inputs(plan, requests, self._row_of)
+            )
         if not plan.seq_ids:
             return placeholder_prompt(1) if shape is None else shape.placeholders()
-        if self._program.drafting is not None and not plan.is_prefill:
-            return drafted_inputs(plan, requests, self._row_of)
         return gather_inputs(plan, requests, self._row_of, shape=shape,
                              replay_keep_tokens=self.replay_keep_tokens)  # fmt: skip
 
@@ -300,13 +274,13 @@ class ModelRunner:
         if not all(finite):
             self._fail(flight, finite.index(0))
         rest = flight.packed[RESULT_COLUMNS * rows :]
-        *logprobs, imbalance = _floats(torch.cat((values[1], rest[:1]))).tolist()
+        *logprobs, imbalance = floats_of(torch.cat((values[1], rest[:1]))).tolist()
         tokens = values[0].tolist()
         found = StepTokens(
-            tokens, _logprobs(tokens, logprobs, flight.tops, inputs.draws), start_ns, end_ns,
+            tokens, logprobs_of(tokens, logprobs, flight.tops, inputs.draws), start_ns, end_ns,
             min(max(end_ns - middle_ns, 0), end_ns - start_ns), inputs.graph_size, imbalance,
         )  # fmt: skip
-        return found if len(rest) == 1 else _only_accepted(found, inputs, rest[1:])
+        return found if len(rest) == 1 else only_accepted(found, inputs, rest[1:])
 
     def _fail(self, flight: _Flight, row: int) -> None:
         """Raise for a request whose logits hold NaN or infinity, with the part at fault."""
@@ -323,40 +297,3 @@ class ModelRunner:
                 ids[row] = request.tokens[draw.position - 1]
         arrays = {**inputs.host.arrays, "token_ids": ids}
         return Batch.place(inputs.host, self._staging.upload(arrays))
-
-
-def _floats(bits: Tensor) -> Tensor:
-    """Return float32 numbers that were packed as int64."""
-    return bits.to(torch.int32).view(torch.float32)
-
-
-def _only_accepted(step: StepTokens, inputs: StepInputs, drafts: Tensor) -> StepTokens:
-    """Leave out the rows behind each sequence's first rejected draft.
-
-    `drafts` are the last part of `Results.packed`.
-    """
-    seqs = len(inputs.requests)
-    counts = [1 + accepted for accepted in drafts[:seqs].tolist()]
-    firsts = inputs.host.arrays["cu_q"].tolist()
-    rows = [row for first, count in zip(firsts, counts, strict=False)
-            for row in range(first, first + count)]  # fmt: skip
-    return replace(
-        step, token_ids=[step.token_ids[row] for row in rows],
-        logprobs=[step.logprobs[row] for row in rows], counts=counts,
-        confidences=_floats(drafts[seqs:]).view(seqs, -1).tolist(),
-    )  # fmt: skip
-
-
-def _logprobs(
-    tokens: list[int], logprobs: list[float], tops: tuple[Tensor, Tensor], draws: Sequence[Draw]
-) -> list[Logprobs]:
-    """Per row: the drawn token's log-probability and those of as many alternatives as it wants."""
-    chosen = zip(tokens, logprobs, strict=True)
-    if not len(tops[0]):
-        return [{token: logprob} for token, logprob in chosen]
-    out: list[Logprobs] = []
-    top_rows = zip(tops[0].tolist(), tops[1].tolist(), strict=True)
-    for draw, (token, logprob), (ids, values) in zip(draws, chosen, top_rows, strict=False):
-        wanted = draw.params.top_logprobs
-        out.append({**dict(zip(ids[:wanted], values[:wanted], strict=True)), token: logprob})
-    return out

@@ -20,7 +20,7 @@ from mdi_shared.plan import StepPlan
 GIVEN = -1  # source of a row whose token the host knows
 _ALL_GIVEN = array("q", [GIVEN])
 _TO_COME = ints32([0])
-_NOTHING_ASKED = SamplingParams(temperature=0.0, seq_seed=0)
+NOTHING_ASKED = SamplingParams(temperature=0.0, seq_seed=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,14 @@ class GraphShape:
         if not missing:
             assert rows == self.rows, f"{self.rows - rows} rows are left to no sequence"
             return []
-        return [_placeholder(self.rows - rows - missing + 1), *[_placeholder(1)] * (missing - 1)]
+        return [placeholder(self.rows - rows - missing + 1), *[placeholder(1)] * (missing - 1)]
 
     def placeholders(self) -> "StepInputs":
         """Return a step of placeholders alone."""
         host = HostBatch.lay_out(
             BatchColumns.of(self.padding(0, 0)), [0] * self.rows, table_width=self.table_width
         )
-        draws = [Draw(_NOTHING_ASKED, 0, 0)] * self.seqs
+        draws = [Draw(NOTHING_ASKED, 0, 0)] * self.seqs
         return step_inputs(host, _ALL_GIVEN * self.rows, [], draws, self)
 
 
@@ -85,10 +85,15 @@ class StepInputs:
     @property
     def requests_of_rows(self) -> list[RequestState]:
         """The request of each draw that belongs to one: several in a row where it has drafts."""
-        if "previous" not in self.arrays:
+        if not self.num_drafting or not self.requests:
             return self.requests
         lengths = np.diff(self.host.arrays["cu_q"]).tolist()
         return [r for r, length in zip(self.requests, lengths, strict=True) for _ in range(length)]
+
+    @property
+    def num_drafting(self) -> int:
+        """Sequences that drafts are made for, placeholders included; 0 in a step without."""
+        return len(self.arrays.get("previous", ()))
 
     @property
     def graph_size(self) -> int:
@@ -102,8 +107,8 @@ def placeholder_prompt(rows: int) -> StepInputs:
     With one row it is also what an idle rank runs in either kind of step: q = k = 1
     (docs/rules.md, R27).
     """
-    host = HostBatch.lay_out(BatchColumns.of([_placeholder(rows)]), [0] * rows)
-    return step_inputs(host, _ALL_GIVEN * rows, [], [Draw(_NOTHING_ASKED, 0, 0)], None)
+    host = HostBatch.lay_out(BatchColumns.of([placeholder(rows)]), [0] * rows)
+    return step_inputs(host, _ALL_GIVEN * rows, [], [Draw(NOTHING_ASKED, 0, 0)], None)
 
 
 def sizes_up_to(max_rows: int) -> list[int]:
@@ -113,7 +118,8 @@ def sizes_up_to(max_rows: int) -> list[int]:
     return sorted(rows for rows in sizes if rows <= max_rows)
 
 
-def _placeholder(rows: int) -> BatchItem:
+def placeholder(rows: int) -> BatchItem:
+    """Return rows of nobody, in the reserved slot and block."""
     return BatchItem(rows, rows, 0, (0,) * -(-rows // BLOCK_TOKENS), 1)
 
 
@@ -150,7 +156,7 @@ def gather_inputs(
         seqs = seqs.padded(padding)
         token_ids += _TO_COME * added
         sources += _ALL_GIVEN * added
-        draws += [Draw(_NOTHING_ASKED, 0, 0)] * (shape.seqs - len(draws))
+        draws += [Draw(NOTHING_ASKED, 0, 0)] * (shape.seqs - len(draws))
     host = HostBatch.lay_out(
         seqs,
         token_ids,

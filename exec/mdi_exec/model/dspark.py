@@ -31,7 +31,7 @@ from mdi_exec.ops.quantise import quantise_activation
 from mdi_exec.ops.rope import Rotation
 from mdi_exec.ops.sparse_attention import NONE
 from mdi_exec.ops.step_rows import PLAIN
-from mdi_exec.ranks.exchange import NO_EXCHANGE
+from mdi_exec.ranks.exchange import StepRows
 
 Pick = Callable[[int, Tensor], Tensor]
 """Chooses drafts: their place in the block, float32 logits [n, vocab_size] -> ids int64 [n]."""
@@ -70,7 +70,7 @@ class BlockContext(StepContext):
         on, config = blocks.base.device, model.config
         self.cache, self.rings = cache, cache.layout.ring_rows
         self.selected = self.candidates = self.expert_counts = None
-        self.exchange, self.reads_ring = NO_EXCHANGE, True
+        self.exchange, self.reads_ring = model.exchange, True
         ring, window = self.rings[0], config.sliding_window
         first = (blocks.base - (window - 1)).clamp(min=0).unsqueeze(1)
         seen = first + torch.arange(window, device=on)
@@ -159,7 +159,10 @@ class DraftHead:
         """Draft `size` tokens after each sequence's newest; `pick` chooses them one by one.
 
         All main rows up to `base` must be stored. Overwrites the `size` ring positions behind it.
+        All ranks of a group call this together.
         """
+        rows = size * len(blocks.base)
+        self.model.exchange.start(StepRows(rows, rows))
         ctx = BlockContext(self.model, blocks, size, cache)
         streams = self.model.embed_rows(ctx.batch)
         norms = [layer.attn_norm for layer in self.layers[1:]]
