@@ -352,8 +352,7 @@ class LLMEngine:
             self.recording.catch_up()  # the device is busy meanwhile
         flight.tokens = flight.pending.result()
         flight.awaited_ns = self.now_ns()
-        ids = flight.tokens.token_ids
-        drawn = [tuple(ids[first:end]) for first, end in flight.tokens.spans()]
+        drawn = flight.tokens.by_sequence()
         return StepResult((*drawn, ()) if flight.plan.is_partial else tuple(drawn))
 
     def _report(self, report: Report) -> None:
@@ -375,20 +374,26 @@ class LLMEngine:
         """Store a step's visible tokens and show them."""
         assert flight.tokens is not None, "a reported step has been awaited"
         ended = {ending.seq_id: ending for ending in outcome.ended}
+        logprobs = flight.tokens.logprobs
         # A prompt that is not done yet is the last of its step, and has no tokens.
-        columns = zip(outcome.seq_ids, flight.requests, outcome.tokens, flight.tokens.spans(),
+        columns = zip(outcome.seq_ids, flight.requests, outcome.tokens, flight.tokens.firsts,
                       strict=False)  # fmt: skip
-        for seq_id, state, new, (first, _) in columns:
+        for seq_id, state, new, first in columns:
             if not new:
                 continue
-            # The scheduler knows no text and will be told to end it; what comes behind, of these
-            # tokens and of steps in flight, nobody sees.
-            if self.book.append(state, new, flight.tokens.logprobs[first : first + len(new)]):
+            state.tokens.extend(new)
+            state.logprobs.extend(logprobs[first : first + len(new)])
+            shown = state.stop_string_within(len(new)) if state.params.stop else None
+            if shown is not None:
+                # The scheduler knows no text and will be told to end it; what comes behind, of
+                # these tokens and of steps in flight, nobody sees.
+                state.finish_reason = "stop"
                 self._leaving.append(state.req_id)
+                self.book.show(state, new[:shown], hidden=len(new) - shown)
+            elif state.finish_reason is None and seq_id not in ended:
+                self.book.show(state, new)
             if seq_id in ended:
                 self._finish(ended[seq_id], new)
-            elif state.finish_reason is None:
-                self.book.show(state, new)
 
     def _finish(self, ending: Ending, new: tuple[int, ...]) -> None:
         """Show a request's last output and forget it; steps in flight keep their own list."""

@@ -40,11 +40,19 @@ class StepTokens:
     counts: list[int] | None = None
     confidences: list[list[float]] | None = None
 
-    def spans(self) -> list[tuple[int, int]]:
-        """Return where each sequence's rows begin and end."""
+    @property
+    def firsts(self) -> Sequence[int]:
+        """Where each sequence's rows begin."""
         if self.counts is None:
-            return [(i, i + 1) for i in range(len(self.token_ids))]
-        return list(pairwise(accumulate(self.counts, initial=0)))
+            return range(len(self.token_ids))
+        return list(accumulate(self.counts, initial=0))
+
+    def by_sequence(self) -> list[tuple[int, ...]]:
+        """Return each sequence's tokens."""
+        ids = self.token_ids
+        if self.counts is None:
+            return [(token,) for token in ids]
+        return [tuple(ids[first:end]) for first, end in pairwise(self.firsts)]
 
 
 def floats_of(bits: Tensor) -> Tensor:
