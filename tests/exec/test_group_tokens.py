@@ -126,7 +126,7 @@ def test_require_equal_names_the_rank_that_differs():
         ({"data_parallel_size": 0}, "must be at least 1"),
         ({"data_parallel_size": 2, "expert_parallel_size": 4}, "must equal the number of ranks"),
         ({"expert_parallel_size": 2}, "must equal the number of ranks"),
-        ({"placement": "least_luck"}, "must be one of round_robin, least_tokens, least_kv"),
+        ({"placement": "least_luck"}, "is not a placement; known: round_robin, random"),
         ({"group_port": 70_000}, "must be from 0 to 65535"),
         ({"group_timeout_s": 0}, "must be above 0 and at most 1,000,000 s"),
     ],
