@@ -9,7 +9,6 @@ Read next: `llm.py` (the offline class), `runner.py` (the device), `mdi_shared/l
 
 import time
 from collections import deque
-from dataclasses import dataclass
 
 from mdi_exec.engine.recording import NO_ARRIVAL, LaunchTimes, RankPart, Recording
 from mdi_exec.engine.request_state import (
@@ -20,9 +19,9 @@ from mdi_exec.engine.request_state import (
     arrival,
     require_name,
 )
-from mdi_exec.engine.runner import ModelRunner, Pending
+from mdi_exec.engine.runner import ModelRunner
 from mdi_exec.engine.sampling import SamplingParams
-from mdi_exec.engine.step_tokens import StepTokens
+from mdi_exec.engine.step_tokens import InFlight
 from mdi_exec.errors import EngineStoppedError
 from mdi_exec.ranks.parallel import HAS_COME, MAY_COME, NOTHING_COMES, RankGroup
 from mdi_exec.weights.tokenizer import Tokenizer
@@ -46,17 +45,6 @@ from mdi_shared.scheduler import Scheduler
 from mdi_traces.run import Run
 
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0005, 0.01  # of an idle group between two looks
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """A launched step; `tokens` and `awaited_ns` are filled in when it has ended."""
-
-    plan: StepPlan
-    requests: list[RequestState]
-    pending: Pending
-    tokens: StepTokens | None = None
-    awaited_ns: int = 0
 
 
 class LLMEngine:
@@ -91,7 +79,7 @@ class LLMEngine:
         self._aborts: list[str] = []
         self._by_seq: dict[int, RequestState] = {}
         self._num_submitted = 0
-        self._flights: deque[_InFlight] = deque()
+        self._flights: deque[InFlight] = deque()
         self._leaving: list[str] = []  # ended by a stop string; the scheduler is yet to hear
         self._loop = serve(scheduler, num_ranks=self.group.size)
         self._effect: Effect | None = None  # what the loop is waiting for an answer to
@@ -344,7 +332,7 @@ class LLMEngine:
         planned_ns = self.now_ns()
         requests = [self._by_seq[seq_id] for seq_id in plan.seq_ids]
         pending, handed_ns = self.runner.launch(plan, requests)
-        self._flights.append(_InFlight(plan, requests, pending))
+        self._flights.append(InFlight(plan, requests, pending))
         if self.recording is not None:
             times = LaunchTimes(self._poll_ns, planned_ns, handed_ns - self._start_ns,
                                 self.now_ns(), self._ingress_ns, self._waited_ns)  # fmt: skip
@@ -376,7 +364,7 @@ class LLMEngine:
             self.recording.landed(flight.tokens, self._start_ns, flight.awaited_ns, now_ns)
         self.recording.reported(report, now_ns)
 
-    def _keep(self, flight: _InFlight, outcome: StepOutcome) -> None:
+    def _keep(self, flight: InFlight, outcome: StepOutcome) -> None:
         """Store a step's visible tokens and show them."""
         assert flight.tokens is not None, "a reported step has been awaited"
         ended = {ending.seq_id: ending for ending in outcome.ended}

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +26,13 @@ from mdi_exec.engine.graphs import StepGraphs
 from mdi_exec.engine.request_state import RequestState
 from mdi_exec.engine.step_inputs import StepInputs, gather_inputs, placeholder_prompt, sizes_up_to
 from mdi_exec.engine.step_program import RESULT_COLUMNS, Forwarded, Results, StepProgram
-from mdi_exec.engine.step_tokens import StepTokens, floats_of, logprobs_of, only_accepted
+from mdi_exec.engine.step_tokens import (
+    Pending,
+    StepTokens,
+    floats_of,
+    logprobs_of,
+    only_accepted,
+)
 from mdi_exec.errors import EngineStoppedError, NumericsError
 from mdi_exec.model.batch import Batch
 from mdi_exec.model.cache import DeviceCache
@@ -36,13 +41,6 @@ from mdi_exec.model.transformer import Transformer
 from mdi_exec.ops.sampler import Sampler
 from mdi_exec.ranks.parallel import RankGroup
 from mdi_shared.plan import StepPlan
-
-
-class Pending(Protocol):
-    """A launched step."""
-
-    def result(self) -> StepTokens:
-        """Wait for the step's tokens; raises `NumericsError` when logits are not finite."""
 
 
 @dataclass(frozen=True, slots=True)

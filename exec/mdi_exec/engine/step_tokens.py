@@ -6,13 +6,15 @@ Read next: `step_program.py` (who packs them), `runner.py` (who waits for them).
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mdi_exec.engine.request_state import Logprobs
+from mdi_exec.engine.request_state import Logprobs, RequestState
 from mdi_exec.engine.sampling import Draw
 from mdi_exec.engine.step_inputs import StepInputs
+from mdi_shared.plan import StepPlan
 
 NOT_MEASURED = float("nan")
 
@@ -53,6 +55,24 @@ class StepTokens:
         if self.counts is None:
             return [(token,) for token in ids]
         return [tuple(ids[first:end]) for first, end in pairwise(self.firsts)]
+
+
+class Pending(Protocol):
+    """A launched step."""
+
+    def result(self) -> StepTokens:
+        """Wait for the step's tokens; raises `NumericsError` when logits are not finite."""
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A launched step; `tokens` and `awaited_ns` are filled in when it has ended."""
+
+    plan: StepPlan
+    requests: list[RequestState]
+    pending: Pending
+    tokens: StepTokens | None = None
+    awaited_ns: int = 0
 
 
 def floats_of(bits: Tensor) -> Tensor:
