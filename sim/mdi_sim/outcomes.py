@@ -45,6 +45,7 @@ class Outcomes:
     stops: dict[int, tuple[int, int]] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)
     accepted: Callable[[int, int], int] | None = None
+    _undrafted: set[int] = field(default_factory=set)  # whose prompt was the last they computed
     # Of those who run: the decode step that brings their last token, by its `shift`.
     _shift_of: dict[int, int] = field(default_factory=dict)
     _at_shift: dict[int, set[int]] = field(default_factory=dict)
@@ -109,15 +110,23 @@ class Outcomes:
         prompt_len, stop = self.stops.get(item.seq_id, (0, 0))
         done = self.lengths.get(item.seq_id, 0) if self.needs_lengths else item.k - prompt_len
         count = 1 if plan.is_prefill else 1 + self._accepted(plan.step, item, done)
+        if plan.is_prefill and self.needs_lengths:
+            self._undrafted.add(item.seq_id)
         tokens = [self._plain] * count
         if done < stop <= done + count:
             tokens[stop - done - 1] = self.config.eos_token_id
         return tuple(tokens)
 
     def _accepted(self, step: int, item: StepItem, done: int) -> int:
-        """Count accepted drafts: each survives with the same chance if all before it did."""
+        """Count accepted drafts: each survives with the same chance if all before it did.
+
+        None is in the first step behind a prompt, which verifies placeholders.
+        """
         if self.accepted is not None:
             return self.accepted(step, item.seq_id)
+        if item.seq_id in self._undrafted:
+            self._undrafted.discard(item.seq_id)
+            return 0
         for draft in range(item.q - 1):
             if _uniform(self.seed, item.seq_id, done, draft) >= self.accept_rate:
                 return draft

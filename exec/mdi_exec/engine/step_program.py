@@ -36,9 +36,8 @@ class Forwarded(NamedTuple):
 class Results(NamedTuple):
     """What goes to the host. packed int64 [3 m + 1]: token ids, logprobs, flags, imbalance.
 
-    Floats are packed as the bits of a float32. `sampled` holds the alternatives, if wanted. With
-    drafts there follow, for n sequences: how many were accepted, and confidences of the next ones,
-    n times their number.
+    Floats are packed as the bits of a float32. `sampled` holds the alternatives, if wanted. Where
+    drafts were verified there follows how many of each of n sequences were accepted.
     """
 
     packed: Tensor
@@ -99,8 +98,8 @@ class StepProgram:
         newest = drawn.token_ids
         if drafting is not None and verifies:
             verified = drafting.verify(forwarded.batch, drawn.token_ids)
-            drafts = drafting.propose(forwarded.batch, verified, rows)
-            packed += [verified.accepted, _bits(drafts.confidence.flatten())]
+            drafting.propose(forwarded.batch, verified, rows)
+            packed.append(verified.accepted)
             newest = verified.last
         elif drafting is not None:
             drafting.forget(forwarded.batch.slots)

@@ -28,8 +28,7 @@ class StepTokens:
     0 = none. `moe_imbalance` is the busiest expert's rows over the mean, averaged over layers.
 
     Where drafts were verified there is a row per token instead, and `counts` says how many tokens
-    each sequence has: its accepted drafts and one. `confidences` are of its next drafts, each the
-    logit of the chance that it is accepted if those before it are.
+    each sequence has: its accepted drafts and one.
     """
 
     token_ids: list[int]
@@ -40,7 +39,6 @@ class StepTokens:
     graph_size: int = 0
     moe_imbalance: float = NOT_MEASURED
     counts: list[int] | None = None
-    confidences: list[list[float]] | None = None
 
     @property
     def firsts(self) -> Sequence[int]:
@@ -80,21 +78,18 @@ def floats_of(bits: Tensor) -> Tensor:
     return bits.to(torch.int32).view(torch.float32)
 
 
-def only_accepted(step: StepTokens, inputs: StepInputs, drafts: Tensor) -> StepTokens:
-    """Leave out the rows behind each sequence's first rejected draft.
+def only_accepted(step: StepTokens, inputs: StepInputs, accepted: Tensor) -> StepTokens:
+    """Leave out the rows behind each sequence's first rejected draft; accepted int64 [n].
 
-    `drafts` are the last part of `Results.packed`.
+    Of a placeholder nothing is left.
     """
-    seqs = len(inputs.requests)  # of a placeholder nothing is left
-    counts = [1 + accepted for accepted in drafts[:seqs].tolist()]
-    confidences = floats_of(drafts[inputs.num_drafting :]).view(inputs.num_drafting, -1)
+    counts = [1 + count for count in accepted[: len(inputs.requests)].tolist()]
     firsts = inputs.host.arrays["cu_q"].tolist()
     rows = [row for first, count in zip(firsts, counts, strict=False)
             for row in range(first, first + count)]  # fmt: skip
     return replace(
         step, token_ids=[step.token_ids[row] for row in rows],
         logprobs=[step.logprobs[row] for row in rows], counts=counts,
-        confidences=confidences[:seqs].tolist(),
     )  # fmt: skip
 
 
