@@ -10,9 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from mdi_exec.engine.draft_options import require_drafts
 from mdi_exec.engine.llm import LLM
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.numerics import Numerics
+from mdi_exec.weights.source import random_config
+from mdi_shared.errors import ConfigError
 from tests.exec.engines import CHECKPOINT, SMALL, is_empty
 from tests.exec.groups import llm_results
 
@@ -220,6 +223,24 @@ def test_ranks_of_a_group_draft_together(rounded_model, exchange):
     for outputs, accepted in llm_results(2, serve):
         assert outputs == plain
         assert max(accepted) > 0
+
+
+def test_what_cannot_draft_says_so(tiny_config):
+    without = random_config("tiny")
+    for count, config, where, message in (
+        (2, without, "cpu", "the model has no draft head: num_nextn_predict_layers = 0"),
+        (6, tiny_config, "cpu", "must be at most 5, the block that the model's draft head was"),
+        (2, tiny_config, "cuda:0", "drafts have run on a CPU only so far, not on cuda:0"),
+    ):
+        with pytest.raises(ConfigError, match=f"num_draft_tokens = {count}: {message}"):
+            require_drafts(count, config, device=where)
+    require_drafts(0, without, device="cuda:0")
+    with LLM("random:tiny", **SMALL) as llm:
+        with pytest.raises(ConfigError, match="= 1: the model has no draft head"):
+            llm.reopen(**SMALL, num_draft_tokens=1)
+        assert len(llm.generate([[5]], PARAMS[0])) == 1, "nothing was closed"
+    with LLM(CHECKPOINT, **SMALL) as llm, pytest.raises(ConfigError, match="loaded without its"):
+        llm.reopen(**SMALL, num_draft_tokens=1)
 
 
 def test_fewer_steps_are_taken(rounded_model):

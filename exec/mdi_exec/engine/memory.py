@@ -30,6 +30,7 @@ from mdi_shared.errors import ConfigError
 ROUTED_EXPERT = re.compile(r"\.ffn\.experts\.(\d+)\.")
 ENGRAM_TABLE = ".engram.embed."
 DRAFT_HEAD = "mtp."  # loaded where there are drafts
+DRAFT_KEYS = re.compile(r"mtp\.\d+\.attn\.wkv\.")
 NEVER_LOADED = ("vision.", "aligner.", "image_")  # but in the checkpoint
 MARGIN = 1.1  # allocator rounding and small tensors
 SAMPLER_ARRAYS = 8  # of float64 and int64, of as many rows as the sampler takes at once
@@ -96,8 +97,9 @@ def loaded_tensors(
 
     Raises `ConfigError` when the group's size does not divide the routed experts.
     """
-    own = [shard.experts(config.n_routed_experts)]  # of the model's layers, and of draft layers
-    own += [shard.experts(config.dspark_n_routed_experts)] * with_draft
+    own = [shard.experts(config.n_routed_experts)]
+    if with_draft:
+        own.append(shard.experts(config.dspark_n_routed_experts))
     left_out = NEVER_LOADED if with_draft else (DRAFT_HEAD, *NEVER_LOADED)
     found: dict[str, TensorSpec] = {}
     for name, spec in expected_tensors(config).items():
@@ -107,6 +109,8 @@ def loaded_tensors(
         if ENGRAM_TABLE in name:
             spec = TensorSpec(spec.dtype, (len(shard.rows(spec.shape[0])), *spec.shape[1:]))
         found[name] = spec
+        if DRAFT_KEYS.match(name):
+            found[f"main rows: {name}"] = spec  # kept twice: `DraftHead.main_wkv`
     return found
 
 
@@ -117,10 +121,8 @@ def memory_line(estimate: MemoryEstimate, config: ModelConfig, shard: ExpertShar
     if config.engram_layer_ids:
         rows = sum(len(shard.rows(count)) for count in config.engram_num_embeddings)
         parts += f", {rows:,} of {sum(config.engram_num_embeddings):,} Engram rows"
-    return (
-        f"rank {shard.rank} of {shard.size}: {estimate.total / GB:.2f} GB "
-        f"({_split(estimate)}); {parts}"
-    )
+    total = f"rank {shard.rank} of {shard.size}: {estimate.total / GB:.2f} GB"
+    return f"{total} ({_split(estimate)}); {parts}"
 
 
 def cache_bytes(layout: CacheLayout, num_blocks: int, num_slots: int) -> int:
