@@ -45,6 +45,7 @@ def alone():
             {"enable_zos": False, "max_num_batched_tokens": 50, "exchange": "all_to_all"},
         ),
         (2, "float32", PRESSED),
+        (2, "float32", {"max_num_batched_tokens": 50, "policy": "mixed"}),
         (2, "quantised", {**PRESSED, "enable_zos": False, "exchange": "all_to_all"}),
         (4, "float32", {"max_num_batched_tokens": 50}),
         (

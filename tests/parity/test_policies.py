@@ -33,7 +33,8 @@ def hinted(trace):
     return RequestTrace(table, trace.metadata)
 
 
-specs = st.integers(0, 10**6).map(lambda seed: specification(random.Random(seed)))
+phases = st.sampled_from(["mixed", "phase=mixed:budget=20", "prefill_first", "decode_first"])
+specs = st.integers(0, 10**6).map(lambda seed: specification(random.Random(seed))) | phases
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)

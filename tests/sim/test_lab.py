@@ -195,7 +195,7 @@ def test_killed_it_goes_on_and_two_share_a_folder(here):
         ({"loads": [0]}, "rate = 0.0: must be a finite number above 0"),
         ({"settings": {"a": {"max_num_seq": 3}}}, "did you mean max_num_seqs"),
         ({"settings": {"a": {"max_num_seqs": 0}}}, "setting a: max_num_seqs = 0: must be"),
-        ({"placements": ["x"]}, "placement = 'x': must be"),
+        ({"placements": ["x"]}, "placement = 'x': 'x' is not a placement"),
         ({"seeds": 0}, "seeds = 0: must be at least 1"),
         ({"seeds": [-1]}, "seeds = -1: must be at least 0"),
         ({"slo": "ttft"}, "slo = 'ttft': must be METRIC.STATISTIC<=MS"),
