@@ -131,8 +131,10 @@ class LoadedModel:
         self, options: EngineOptions, scheduler_options: Mapping[str, Any]
     ) -> MemoryEstimate:
         config = self.planned_config(options, scheduler_options)
-        limits = StepLimits(rows=config.token_budget, seqs=config.max_num_seqs,
-                            context=config.max_model_len)  # fmt: skip
+        limits = StepLimits(
+            rows=config.token_budget, seqs=config.max_num_seqs * (1 + config.num_draft_tokens),
+            context=config.max_model_len,
+        )  # fmt: skip
         return estimate_memory(
             self.layout.with_drafts(config.num_draft_tokens), limits,
             num_blocks=config.num_blocks, num_slots=config.num_slots,
