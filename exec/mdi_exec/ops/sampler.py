@@ -59,12 +59,10 @@ class SamplingRows:
 
     def part(self, start: int, stop: int) -> "SamplingRows":
         """Return rows start .. stop-1, with the whole batch's needs."""
-        return self.rows(slice(start, stop))
-
-    def rows(self, index: slice | Tensor) -> "SamplingRows":
-        """Return some rows, with the whole batch's needs."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        cut: dict[str, Any] = {n: c[index] for n, c in columns.items() if isinstance(c, Tensor)}
+        cut: dict[str, Any] = {
+            name: c[start:stop] for name, c in columns.items() if isinstance(c, Tensor)
+        }
         return replace(self, **cut)
 
 
