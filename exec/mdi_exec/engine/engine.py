@@ -9,7 +9,6 @@ Read next: `llm.py` (the offline class), `runner.py` (the device), `mdi_shared/l
 
 import time
 from collections import deque
-from dataclasses import dataclass
 
 from mdi_exec.engine.recording import NO_ARRIVAL, LaunchTimes, RankPart, Recording
 from mdi_exec.engine.request_state import (
@@ -20,8 +19,9 @@ from mdi_exec.engine.request_state import (
     arrival,
     require_name,
 )
-from mdi_exec.engine.runner import ModelRunner, Pending, StepTokens
+from mdi_exec.engine.runner import ModelRunner
 from mdi_exec.engine.sampling import SamplingParams
+from mdi_exec.engine.step_tokens import InFlight
 from mdi_exec.errors import EngineStoppedError
 from mdi_exec.ranks.parallel import HAS_COME, MAY_COME, NOTHING_COMES, RankGroup
 from mdi_exec.weights.tokenizer import Tokenizer
@@ -45,17 +45,6 @@ from mdi_shared.scheduler import Scheduler
 from mdi_traces.run import Run
 
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0005, 0.01  # of an idle group between two looks
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """A launched step; `tokens` and `awaited_ns` are filled in when it has ended."""
-
-    plan: StepPlan
-    requests: list[RequestState]
-    pending: Pending
-    tokens: StepTokens | None = None
-    awaited_ns: int = 0
 
 
 class LLMEngine:
@@ -90,7 +79,7 @@ class LLMEngine:
         self._aborts: list[str] = []
         self._by_seq: dict[int, RequestState] = {}
         self._num_submitted = 0
-        self._flights: deque[_InFlight] = deque()
+        self._flights: deque[InFlight] = deque()
         self._leaving: list[str] = []  # ended by a stop string; the scheduler is yet to hear
         self._loop = serve(scheduler, num_ranks=self.group.size)
         self._effect: Effect | None = None  # what the loop is waiting for an answer to
@@ -337,7 +326,7 @@ class LLMEngine:
         planned_ns = self.now_ns()
         requests = [self._by_seq[seq_id] for seq_id in plan.seq_ids]
         pending, handed_ns = self.runner.launch(plan, requests)
-        self._flights.append(_InFlight(plan, requests, pending))
+        self._flights.append(InFlight(plan, requests, pending))
         if self.recording is not None:
             times = LaunchTimes(self._poll_ns, planned_ns, handed_ns - self._start_ns,
                                 self.now_ns(), self._ingress_ns, self._waited_ns)  # fmt: skip
@@ -351,7 +340,7 @@ class LLMEngine:
             self.recording.catch_up()  # the device is busy meanwhile
         flight.tokens = flight.pending.result()
         flight.awaited_ns = self.now_ns()
-        drawn: list[tuple[int, ...]] = [(token,) for token in flight.tokens.token_ids]
+        drawn = flight.tokens.by_sequence()
         return StepResult((*drawn, ()) if flight.plan.is_partial else tuple(drawn))
 
     def _report(self, report: Report) -> None:
@@ -369,22 +358,26 @@ class LLMEngine:
             self.recording.landed(flight.tokens, self._start_ns, flight.awaited_ns, now_ns)
         self.recording.reported(report, now_ns)
 
-    def _keep(self, flight: _InFlight, outcome: StepOutcome) -> None:
+    def _keep(self, flight: InFlight, outcome: StepOutcome) -> None:
         """Store a step's visible tokens and show them."""
         assert flight.tokens is not None, "a reported step has been awaited"
         ended = {ending.seq_id: ending for ending in outcome.ended}
-        columns = zip(outcome.seq_ids, flight.requests, outcome.tokens, strict=True)
-        for index, (seq_id, state, new) in enumerate(columns):
+        logprobs = flight.tokens.logprobs
+        # A prompt that is not done yet is the last of its step, and has no tokens.
+        columns = zip(outcome.seq_ids, flight.requests, outcome.tokens, flight.tokens.firsts,
+                      strict=False)  # fmt: skip
+        for seq_id, state, new, first in columns:
             if not new:
                 continue
             state.tokens.extend(new)
-            state.logprobs.append(flight.tokens.logprobs[index])
-            if state.finish_reason is None and state.has_stop_string():
-                # The scheduler knows no text and will be told to end it; what steps in flight may
-                # bring of it, nobody sees.
+            state.logprobs.extend(logprobs[first : first + len(new)])
+            shown = state.stop_string_within(len(new)) if state.params.stop else None
+            if shown is not None:
+                # The scheduler knows no text and will be told to end it; what comes behind, of
+                # these tokens and of steps in flight, nobody sees.
                 state.finish_reason = "stop"
                 self._leaving.append(state.req_id)
-                self.book.show(state, new)
+                self.book.show(state, new[:shown], hidden=len(new) - shown)
             elif state.finish_reason is None and seq_id not in ended:
                 self.book.show(state, new)
             if seq_id in ended:

@@ -21,6 +21,7 @@ import torch
 from joblib import Parallel, delayed
 from torch import Tensor
 
+from mdi_exec.engine.draft_options import require_drafts
 from mdi_exec.engine.options import (
     DEFAULT_COPIES_GB,
     DEFAULT_KV_CACHE_GB,
@@ -80,6 +81,7 @@ def reach_of(model: str | Path, options: Mapping[str, Any]) -> Reach:
         eos_token_id=source.config.eos_token_id,
         max_positions=source.config.max_position_embeddings,
     )  # fmt: skip
+    require_drafts(config.num_draft_tokens, source.config, device="a GPU")
     copies_gb = engine_options.expanded_weights_memory_gb
     return Reach.of(layout, config, (DEFAULT_COPIES_GB if copies_gb is None else copies_gb) * GB)
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from mdi_exec.engine.draft_options import require_drafts
+from mdi_exec.engine.drafting import Drafting
 from mdi_exec.engine.engine import LLMEngine
 from mdi_exec.engine.kernels_ahead import Reach, compile_ahead, told_in_lines
 from mdi_exec.engine.memory import (
@@ -28,6 +30,7 @@ from mdi_exec.engine.recording import Recording, hardware_name
 from mdi_exec.engine.runner import ModelRunner
 from mdi_exec.model.cache import CacheLayout, DeviceCache
 from mdi_exec.model.config import shape_of
+from mdi_exec.model.dspark import DraftHead
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.model.weights import ExpansionBudget, Weights
 from mdi_exec.numerics import Numerics
@@ -57,7 +60,7 @@ class LoadedModel:
     Before anything is loaded, on a GPU and in a group, `on_estimate` is called with a line on the
     memory it will take, and what will not fit on its GPU is refused. Raises `ConfigError` for
     that, `CheckpointError` when the checkpoint is not what its config says. `options` is kept with
-    the device that is this rank's.
+    the device that is this rank's. The draft head comes along if the engine to be has drafts.
     """
 
     def __init__(
@@ -66,7 +69,11 @@ class LoadedModel:
     ) -> None:  # fmt: skip
         self.group = group
         self.options = replace(options, device=own_device(options.device, group))
-        self.source = open_model(model, self.options.device, self.options.revision)
+        self.head: DraftHead | None = None
+        drafts = scheduler_options.get("num_draft_tokens", 0)
+        self._has_head = isinstance(drafts, int) and drafts > 0
+        self.source = open_model(model, self.options.device, self.options.revision,
+                                 with_draft=self._has_head)  # fmt: skip
         self.config, self.tokenizer = self.source.config, self.source.tokenizer
         require_even_experts(self.config.n_routed_experts, group.size)
         self.options.require_weights_fit(self.source.weight_bytes)
@@ -91,6 +98,8 @@ class LoadedModel:
             numerics=numerics,
             exchange=self._exchange(),
         )
+        if self._has_head:
+            self.head = DraftHead(self.transformer, weights.sub("mtp"))
         weights.require_finite()
 
     def _compile_ahead(
@@ -122,10 +131,13 @@ class LoadedModel:
         self, options: EngineOptions, scheduler_options: Mapping[str, Any]
     ) -> MemoryEstimate:
         config = self.planned_config(options, scheduler_options)
-        limits = StepLimits(rows=config.token_budget, seqs=config.max_num_seqs,
-                            context=config.max_model_len)  # fmt: skip
+        limits = StepLimits(
+            rows=config.token_budget, seqs=config.max_num_seqs * (1 + config.num_draft_tokens),
+            context=config.max_model_len,
+        )  # fmt: skip
         return estimate_memory(
-            self.layout, limits, num_blocks=config.num_blocks, num_slots=config.num_slots,
+            self.layout.with_drafts(config.num_draft_tokens), limits,
+            num_blocks=config.num_blocks, num_slots=config.num_slots,
             copies_limit=options.expanded_weights_bytes, for_kernels=options.uses_kernels,
             shard=self.shard,
         )  # fmt: skip
@@ -149,10 +161,13 @@ class LoadedModel:
         require_fits_on(replace(estimate, weights=0, copies=0), options.device)
 
     def _sized(self, options: Mapping[str, Any], kv_bytes: float) -> SchedulerConfig:
-        return scheduler_config(
+        config = scheduler_config(
             options, self.layout, kv_bytes, eos_token_id=self.config.eos_token_id,
             max_positions=self.config.max_position_embeddings,
         )  # fmt: skip
+        require_drafts(config.num_draft_tokens, self.config, device=self.options.device,
+                       has_head=self._has_head)  # fmt: skip
+        return config
 
     # ---- engines -------------------------------------------------------------------------------
 
@@ -186,6 +201,7 @@ class LoadedModel:
                     "chunk_cost": cost.describe(),
                 },
                 rank=self.group.rank,
+                drafting=config.num_draft_tokens > 0,
             )
         engine = LLMEngine(
             Scheduler(config, make_policy(config, shape, cost), new_policy(options.policy)),
@@ -200,7 +216,7 @@ class LoadedModel:
 
     def _runner(self, options: EngineOptions, config: SchedulerConfig) -> ModelRunner:
         cache = DeviceCache(
-            self.layout,
+            self.layout.with_drafts(config.num_draft_tokens),
             num_blocks=config.num_blocks,
             num_slots=config.num_slots,
             device=options.device,
@@ -208,6 +224,10 @@ class LoadedModel:
         sampler = Sampler(
             self.config.vocab_size, eos_token_id=self.config.eos_token_id, device=options.device
         )
+        drafting = None
+        if config.num_draft_tokens:
+            assert self.head is not None, "a model with drafts has been loaded with its head"
+            drafting = Drafting(self.head, cache, sampler, config.num_draft_tokens)
         limits = (config.max_num_seqs, config.max_model_len)
         return ModelRunner(
             self.transformer,
@@ -217,6 +237,7 @@ class LoadedModel:
             graph_limits=limits if options.use_cuda_graphs else None,
             measures_experts=options.record is not None,
             group=self.group,
+            drafting=drafting,
         )
 
     def _agreed(self, options: EngineOptions, config: SchedulerConfig) -> SchedulerConfig:

@@ -29,7 +29,9 @@ from mdi_shared.errors import ConfigError
 
 ROUTED_EXPERT = re.compile(r"\.ffn\.experts\.(\d+)\.")
 ENGRAM_TABLE = ".engram.embed."
-NOT_BACKBONE = ("mtp.", "vision.", "aligner.", "image_")  # in the checkpoint, but never loaded
+DRAFT_HEAD = "mtp."  # loaded where there are drafts
+DRAFT_KEYS = re.compile(r"mtp\.\d+\.attn\.wkv\.")
+NEVER_LOADED = ("vision.", "aligner.", "image_")  # but in the checkpoint
 MARGIN = 1.1  # allocator rounding and small tensors
 SAMPLER_ARRAYS = 8  # of float64 and int64, of as many rows as the sampler takes at once
 
@@ -75,7 +77,7 @@ def estimate_memory(
     another device. In a group every rank may have the largest step, all for one rank's experts.
     """
     config = layout.config
-    specs = backbone_tensors(config, shard)
+    specs = loaded_tensors(config, shard, with_draft=layout.with_draft)
     tables = sum(spec.nbytes for name, spec in specs.items() if ENGRAM_TABLE in name)
     weights = sum(spec.nbytes for spec in specs.values()) - tables * engram_elsewhere
     copies = min(int(copies_limit), _copied_bytes(specs, for_kernels=for_kernels))
@@ -88,20 +90,27 @@ def estimate_memory(
     )  # fmt: skip
 
 
-def backbone_tensors(config: ModelConfig, shard: ExpertShard = WHOLE) -> dict[str, TensorSpec]:
+def loaded_tensors(
+    config: ModelConfig, shard: ExpertShard = WHOLE, *, with_draft: bool = False
+) -> dict[str, TensorSpec]:
     """Return the tensors that the text model loads: of a shard, its experts and table rows.
 
     Raises `ConfigError` when the group's size does not divide the routed experts.
     """
-    own = shard.experts(config.n_routed_experts)
+    own = [shard.experts(config.n_routed_experts)]
+    if with_draft:
+        own.append(shard.experts(config.dspark_n_routed_experts))
+    left_out = NEVER_LOADED if with_draft else (DRAFT_HEAD, *NEVER_LOADED)
     found: dict[str, TensorSpec] = {}
     for name, spec in expected_tensors(config).items():
-        expert = ROUTED_EXPERT.search(name)
-        if name.startswith(NOT_BACKBONE) or (expert and int(expert[1]) not in own):
+        expert, layers = ROUTED_EXPERT.search(name), name.startswith(DRAFT_HEAD)
+        if name.startswith(left_out) or (expert and int(expert[1]) not in own[layers]):
             continue
         if ENGRAM_TABLE in name:
             spec = TensorSpec(spec.dtype, (len(shard.rows(spec.shape[0])), *spec.shape[1:]))
         found[name] = spec
+        if DRAFT_KEYS.match(name):
+            found[f"main rows: {name}"] = spec  # kept twice: `DraftHead.main_wkv`
     return found
 
 
@@ -112,10 +121,8 @@ def memory_line(estimate: MemoryEstimate, config: ModelConfig, shard: ExpertShar
     if config.engram_layer_ids:
         rows = sum(len(shard.rows(count)) for count in config.engram_num_embeddings)
         parts += f", {rows:,} of {sum(config.engram_num_embeddings):,} Engram rows"
-    return (
-        f"rank {shard.rank} of {shard.size}: {estimate.total / GB:.2f} GB "
-        f"({_split(estimate)}); {parts}"
-    )
+    total = f"rank {shard.rank} of {shard.size}: {estimate.total / GB:.2f} GB"
+    return f"{total} ({_split(estimate)}); {parts}"
 
 
 def cache_bytes(layout: CacheLayout, num_blocks: int, num_slots: int) -> int:

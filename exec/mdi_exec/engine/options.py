@@ -268,13 +268,13 @@ def scheduler_config(
 
     State slots come out of the same memory. Raises `ConfigError` when it cannot hold one sequence
     of `max_model_len`, when `max_model_len` exceeds the model's positions, or for what only the
-    simulator has: drafts, context parallelism, other block sizes.
+    simulator has: context parallelism, other block sizes. `layout` is one without drafts.
     """
     wanted = {"max_model_len": min(DEFAULT_MAX_MODEL_LEN, max_positions),
               "eos_token_id": eos_token_id, **options}  # fmt: skip
     probe = SchedulerConfig.from_mapping({"num_blocks": MOST_BLOCKS, **wanted})
-    for name, only in (("block_size", BLOCK_TOKENS), ("num_draft_tokens", 0),
-                       ("context_parallel_size", 1)):  # fmt: skip
+    layout = layout.with_drafts(probe.num_draft_tokens)
+    for name, only in (("block_size", BLOCK_TOKENS), ("context_parallel_size", 1)):
         if getattr(probe, name) != only:
             raise ConfigError(name, getattr(probe, name), f"the executor has {only} only")
     if probe.max_model_len > max_positions:

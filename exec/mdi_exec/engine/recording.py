@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 
 from mdi_exec.engine.request_state import RequestState
-from mdi_exec.engine.runner import StepTokens
+from mdi_exec.engine.step_tokens import StepTokens
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.cost.shape import ModelShape
 from mdi_shared.cost.work import step_work
@@ -52,17 +52,17 @@ class LaunchTimes(NamedTuple):
 
 
 class Recording:
-    """One rank's run. `hardware` and `options` are kept as provenance."""
+    """One rank's run. `hardware` and `options` are kept as provenance; `drafting` as recorders'."""
 
     def __init__(
         self, shape: ModelShape, *, hardware: str, options: dict[str, Any], seed: int | None = None,
-        rank: int = 0,
+        rank: int = 0, drafting: bool = False,
     ) -> None:  # fmt: skip
         self.shape = shape
         self.hardware = hardware
         self.options = options
         self.seed = seed
-        self._recorder = RankRecorder(rank)
+        self._recorder = RankRecorder(rank, drafting=drafting)
         self._launched: list[tuple[StepPlan, LaunchTimes]] = []  # not booked yet
         self._requests: list[RequestState] = []
 

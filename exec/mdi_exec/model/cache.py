@@ -9,7 +9,7 @@ A ring keeps position x at row x mod its length. Stale rows need no clearing: re
 position. Read next: `model/step_context.py` (row numbers), `ops/row_pool.py` (storage).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,6 +37,10 @@ class CacheLayout:
 
     def __post_init__(self) -> None:
         require(self.max_backtrack >= 0, "max_backtrack", self.max_backtrack, "must be at least 0")
+
+    def with_drafts(self, count: int) -> "CacheLayout":
+        """Return the layout for so many drafts a sequence: they and what is behind may go back."""
+        return replace(self, max_backtrack=count + 1, with_draft=True) if count else self
 
     @property
     def num_window_layers(self) -> int:
