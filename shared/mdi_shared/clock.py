@@ -80,7 +80,10 @@ class DecodeClock:
         blocks, out = self._blocks, []
         while blocks and blocks[0][0] <= planned:
             time, _, _, seq = heappop(blocks)
-            if seq.clock is not None and _is_due(seq, time, block_size):
+            # One that was preempted and is back may stand here twice: its prefill step gave it the
+            # token that it missed of a decode step.
+            is_again = bool(out) and out[-1] is seq
+            if seq.clock is not None and not is_again and _is_due(seq, time, block_size):
                 out.append(seq)
         return out
 

@@ -4,7 +4,7 @@ import pytest
 
 from mdi_shared.errors import DeadlockError
 from mdi_shared.scheduler import Scheduler
-from tests.shared.script import play, request, toy
+from tests.shared.script import ScriptedRank, play, request, toy
 
 BOTH_MODES = pytest.mark.parametrize("strict", [False, True], ids=["default", "strict"])
 
@@ -89,3 +89,16 @@ def test_strict_mode_does_not_spin_at_a_checkpoint_that_it_cannot_use():
                "max_model_len": 18, "strict_upstream": True}  # fmt: skip
     with pytest.raises(DeadlockError, match="first waiting request cannot be admitted"):
         play(toy(**options), {1: [request("A", 18, chunk_checkpoints=(2, 17))]}, steps=30)
+
+
+def test_a_preempted_sequence_that_is_back_at_once_gets_one_block_at_a_time():
+    """Its prefill step gives it the token that it missed, so it is due when it was before."""
+    script = {2: [request("A", 7, max_tokens=5), request("B", 10, max_tokens=1),
+                  request("C", 12, max_tokens=9)]}  # fmt: skip
+    rank = ScriptedRank(toy(num_blocks=9, max_num_seqs=3, max_model_len=16, enable_zos=False),
+                        script)  # fmt: skip
+    rank.advance(100)
+    assert rank.scheduler.num_preempted == 1
+    for turn in rank.turns:
+        owners = [seq_id for seq_id, _ in turn.plan.taken]
+        assert len(owners) == len(set(owners))
