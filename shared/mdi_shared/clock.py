@@ -77,12 +77,13 @@ class DecodeClock:
 
     def take_needy(self, planned: int, block_size: int) -> "list[Sequence]":
         """Return who needs a block for the step after `planned` ones, in serving order."""
-        blocks, out = self._blocks, []
+        blocks = self._blocks
+        out: list[Sequence] = []
         while blocks and blocks[0][0] <= planned:
             time, _, _, seq = heappop(blocks)
             # One that was preempted and is back may stand here twice: its prefill step gave it the
             # token that it missed of a decode step.
-            is_again = bool(out) and out[-1] is seq
+            is_again = out and out[-1] is seq
             if seq.clock is not None and not is_again and _is_due(seq, time, block_size):
                 out.append(seq)
         return out

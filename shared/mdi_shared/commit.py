@@ -68,6 +68,8 @@ def _commit_prefill(queues: Queues, step: InFlightStep, tokens: Tokens) -> list[
     for seq, (q, _, _), new in zip(step.seqs, step.plan.prompts, tokens, strict=True):
         assert not seq.is_finished, "a prefill step is processed in the turn that planned it"
         seq.prefilled += q
+        if queues.prefix is not None:
+            queues.prefix.computed(seq)
         if seq.prefilled < seq.num_tokens:  # a chunk that was not the last
             queues.waiting.appendleft(seq)
             continue

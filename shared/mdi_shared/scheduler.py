@@ -29,6 +29,7 @@ from mdi_shared.plan import (
 )
 from mdi_shared.policies.base import Policy
 from mdi_shared.prefill import PrefillBatch, PrefillSelection
+from mdi_shared.prefix.cache import PrefixCache
 from mdi_shared.queues import Queues
 from mdi_shared.repeat import Horizon, foretell, take_blocks
 from mdi_shared.request import Request, Sequence, State
@@ -41,6 +42,8 @@ class Scheduler:
     `policy` decides how many prompt tokens a chunk gets; left out, the token budget decides.
     `scheduling` decides who is next, who may take memory and who gives way; left out, the engine's
     own rules (docs/rules.md, R8 and R17). Raises `ConfigError` for one beside `strict_upstream`.
+    A prefix hit leaves at least `hit_margin` tokens to compute: under bounded replay, those whose
+    consumer rows run.
     """
 
     def __init__(
@@ -48,11 +51,14 @@ class Scheduler:
         config: SchedulerConfig,
         policy: ChunkPolicy | None = None,
         scheduling: Policy | None = None,
+        *,
+        hit_margin: int = 1,
     ) -> None:
         require(scheduling is None or not config.strict_upstream, "policy", scheduling,
                 "contradicts strict_upstream, which has the production engine's rules")  # fmt: skip
         self.config = config
-        self.queues = Queues(config)
+        prefix = PrefixCache(config, max(hit_margin, 1)) if config.enable_prefix_cache else None
+        self.queues = Queues(config, prefix)
         self.policy: ChunkPolicy = policy if policy is not None else TokenBudget()
         self.decode_step = 0  # decode steps since the last prefill step, idle ones included
         self.step = 0  # number of the newest step planned; the first is 1
@@ -173,6 +179,7 @@ class Scheduler:
             num_batched_tokens=clock.rows * len(batch.members),
         )
         self._check_progress(plan)
+        plan = self._with_prefixes(plan)
         self._put_in_flight(plan, chosen.seqs)
         clock.planned += 1
         self.decode_step += 1
@@ -198,6 +205,7 @@ class Scheduler:
             num_batched_tokens=batch.used_tokens,
             target_ns=self.policy.target_ns,
         )
+        plan = self._with_prefixes(plan)
         self._put_in_flight(plan, picked)
         self.decode_step = 0
         self._idle_turns = 0
@@ -206,6 +214,13 @@ class Scheduler:
     def _next_step(self) -> int:
         self.step += 1
         return self.step
+
+    def _with_prefixes(self, plan: StepPlan) -> StepPlan:
+        """Add what prefix reuse has to be done before the step."""
+        prefix = self.queues.prefix
+        if prefix is None:
+            return plan
+        return plan._replace(copies=prefix.take_copies(), hits=prefix.take_hits())
 
     def _put_in_flight(self, plan: StepPlan, seqs: list[Sequence]) -> None:
         self._in_flight.append(InFlightStep(plan, seqs, self.queues.num_departed))
