@@ -15,6 +15,7 @@ from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.engine.text import OutputText
 from mdi_exec.weights.tokenizer import Tokenizer
 from mdi_shared.errors import ConfigError, require_int
+from mdi_shared.prefix.contents import TokenContents
 from mdi_shared.request import Request
 
 Logprobs = dict[int, float]
@@ -42,13 +43,14 @@ class RequestState:
     block_table: "array[int]" = field(default_factory=lambda: ints32())
     finish_reason: str | None = None
 
-    def request(self) -> Request:
-        """Return what the scheduler needs to know."""
+    def request(self, *, shares: int = 0) -> Request:
+        """Return what the scheduler needs to know, with contents of blocks of so many tokens."""
         params = self.params
         return Request(
             req_id=self.req_id, prompt_len=self.prompt_len, max_tokens=params.max_tokens,
             ignore_eos=params.ignore_eos, stop_token_ids=params.stop_token_ids,
             arrived_ns=self.arrival_ns, hints=params.hints,
+            contents=TokenContents(self.tokens, shares) if shares else None,
         )  # fmt: skip
 
     def has_stop_string(self) -> bool:
