@@ -56,14 +56,19 @@ def replay_recorded(
     config, shape = run.scheduler, run.shape
     ranks = _number_of_ranks(recorded)
     trace = recorded_requests(recorded)
-    workload = Workload(trace, ranks, RoundRobin())
+    workload = Workload(trace, ranks, RoundRobin(), has_prefixes=config.enable_prefix_cache)
     env = simpy.Environment()
     group = Group(env, ranks)
     drivers = [
         _RecordedDriver(
             rank,
             group=group,
-            scheduler=Scheduler(config, _recorded_chunks(recorded, run), run.new_policy()),
+            scheduler=Scheduler(
+                config,
+                _recorded_chunks(recorded, run),
+                run.new_policy(),
+                hit_margin=shape.replay_keep_tokens,
+            ),
             source=Source(workload.arrivals[rank]),
             outcomes=Outcomes(config=config, seed=0, accept_rate=0.0),
             recorder=RankRecorder(rank),

@@ -24,6 +24,7 @@ from mdi_sim.source import make_sources
 from mdi_sim.stretch import NEVER
 from mdi_sim.workload import Workload
 from mdi_traces.hints import with_predictions
+from mdi_traces.prefixes import GRAIN, with_prefix_ids
 from mdi_traces.recorder import RankRecorder
 from mdi_traces.requests import RequestTrace
 from mdi_traces.run import Run
@@ -60,7 +61,10 @@ def simulate(
     config, cost, until_s = run.scheduler, run.step_cost, run.until_s
     config.require_pool_fits()
     trace = with_predictions(trace, run.policy)
-    workload = Workload(trace, run.ranks, run.new_placement())
+    if config.enable_prefix_cache:
+        trace = with_prefix_ids(trace, config.block_size)
+    workload = Workload(trace, run.ranks, run.new_placement(),
+                        has_prefixes=config.enable_prefix_cache)  # fmt: skip
     env = simpy.Environment()
     group = Group(
         env, run.ranks, getattr(cost, "group", None),
@@ -70,7 +74,9 @@ def simulate(
     chunks = make_policy(config, run.shape, cost if chunk_cost is None else chunk_cost)
     drivers = [
         RankDriver(
-            rank, group=group, scheduler=Scheduler(config, chunks, run.new_policy()), source=source,
+            rank, group=group, source=source,
+            scheduler=Scheduler(config, chunks, run.new_policy(),
+                                hit_margin=run.shape.replay_keep_tokens),
             outcomes=Outcomes(config=config, seed=run.seed, accept_rate=run.draft_accept_rate),
             recorder=RankRecorder(rank, drafting=config.num_draft_tokens > 0),
             request_of=workload.request, shape=run.shape, cost=cost,
@@ -114,6 +120,8 @@ def _run(
 
 def _metadata(trace: RequestTrace, run: RunDescription) -> Metadata:
     config = run.to_json()
+    if run.scheduler.enable_prefix_cache:
+        config[GRAIN] = trace.metadata.config[GRAIN]
     return replace(
         trace.metadata, table=STEPS, source="simulator", clock="virtual", model=run.shape.name,
         hardware=config["cost"].get("hardware"), config=config, seed=run.seed,

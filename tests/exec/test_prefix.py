@@ -15,12 +15,13 @@ from mdi_shared.plan import TailCopy
 from tests.exec.engines import CHECKPOINT, GOLDEN_MODES, SMALL, Watch, is_empty
 
 REUSE = {**SMALL, "enable_prefix_cache": True}
-TEXT = [3 + random.Random(5).randrange(1000) for _ in range(700)]
+DICE = random.Random(5)
+TEXT = [3 + DICE.randrange(1000) for _ in range(700)]
 
 
-@pytest.fixture(scope="module", params=GOLDEN_MODES, ids=lambda mode: mode.value)
-def llm(request):
-    with LLM(CHECKPOINT, numerics=request.param.value, **SMALL) as opened:
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(CHECKPOINT, **SMALL) as opened:
         yield opened
 
 
@@ -50,23 +51,26 @@ def hits(watch):
 
 def require_equal_rows(one, other):
     """Rows of logits that both runs computed are the same bits."""
-    common = one.rows.keys() & other.rows.keys()
-    assert common == other.rows.keys()
-    for key in common:
+    assert other.rows.keys() <= one.rows.keys()
+    for key in other.rows:
         for row in (*one.rows[key], *other.rows[key]):
             assert torch.equal(row, one.rows[key][0]), key
 
 
-@pytest.mark.parametrize("budget", [8192, 100], ids=["whole", "chunked"])
-def test_a_hit_at_every_cut_is_the_cold_run(llm, budget):
-    """Four prompts that grow by a block each go on where the one before ended, the last at 512."""
+@pytest.mark.parametrize("mode", GOLDEN_MODES, ids=lambda mode: mode.value)
+def test_a_hit_at_every_cut_is_the_cold_run(mode):
+    """Prompts that grow by a block each go on where the one before ended, the last at 512."""
     rounds = [[(TEXT[:length], asks(length))] for length in (130, 260, 386, 513, 520)]
-    options = {"max_num_batched_tokens": budget}
-    cold, without = serve(llm, rounds, **SMALL, **options)
-    warm, watch = serve(llm, rounds, **REUSE, **options)
-    assert hits(watch) == [128, 256, 384, 512]
-    assert warm == cold
-    require_equal_rows(without, watch)
+    with LLM(CHECKPOINT, numerics=mode.value, **SMALL) as llm:
+        cold, without = serve(llm, rounds, **SMALL)
+        warm, watch = serve(llm, rounds, **REUSE)
+        assert hits(watch) == [128, 256, 384, 512]
+        assert warm == cold
+        require_equal_rows(without, watch)
+        warm, watch = serve(llm, rounds[::2], **REUSE, max_num_batched_tokens=100)
+        assert hits(watch) == [128, 384]
+        assert warm == cold[::2]
+        require_equal_rows(without, watch)
 
 
 def test_the_same_prompt_again_and_a_shared_system_prompt(llm):
@@ -76,6 +80,7 @@ def test_the_same_prompt_again_and_a_shared_system_prompt(llm):
     cold, without = serve(llm, rounds, **SMALL)
     warm, watch = serve(llm, rounds, **REUSE)
     assert hits(watch) == [0, 256, 384, 128]
+    assert [hit.known for plan in watch.plans for hit in plan.hits][0] == 256
     assert warm == cold
     require_equal_rows(without, watch)
 
@@ -84,11 +89,11 @@ def test_the_same_prompt_again_and_a_shared_system_prompt(llm):
 def test_a_session_goes_on_behind_its_outputs(llm, zos):
     def talk(**options):
         llm.reopen(**options, enable_zos=zos)
-        watch, said, out = Watch(llm), TEXT[:150], []
+        watch, said, out = Watch(llm), TEXT[:125 + 128], []
         for turn in range(3):
-            (output,) = llm.generate([said], [asks(turn, most=110 + 13 * turn)])
+            (output,) = llm.generate([said], [asks(turn, most=5 + turn)])
             out.append((output.token_ids, output.logprobs))
-            said = [*said, *output.token_ids, *TEXT[400 + turn : 420 + turn]]
+            said = [*said, *output.token_ids, *TEXT[400 : 521 - turn]]
         llm.engine.drain()
         return out, watch
 
@@ -100,20 +105,20 @@ def test_a_session_goes_on_behind_its_outputs(llm, zos):
 
 
 def test_preempted_sequences_go_on_behind_their_own_blocks(llm):
-    rounds = [[(TEXT[40 * i : 40 * i + 250], asks(i, most=140)) for i in range(3)]]
-    tight = {**REUSE, "num_blocks": 9, "max_model_len": 400}
+    rounds = [[(TEXT[40 * i : 40 * i + 250], asks(i, most=12)) for i in range(3)]]
+    tight = {**REUSE, "num_blocks": 8, "max_model_len": 400}
     cold, _ = serve(llm, rounds, **SMALL)
     warm, watch = serve(llm, rounds, **tight)
     assert llm.engine.scheduler.num_preempted > 0
-    assert max(hits(watch)) >= 256
+    assert max(hits(watch)) == 256
     assert warm == cold
 
 
 def test_short_prompts_share_nothing(llm):
     """Rows of a prompt shorter than the window are not those of a longer one."""
-    first = [(TEXT[:100], asks(1, most=60))]
+    first = [(TEXT[:120], asks(1, most=12))]
     (cold,), _ = serve(llm, [first], **SMALL)
-    longer = [([*TEXT[:100], *cold[0], 5, 6], asks(2))]
+    longer = [([*TEXT[:120], *cold[0], 5, 6], asks(2))]
     cold, _ = serve(llm, [first, longer], **SMALL)
     warm, watch = serve(llm, [first, longer], **REUSE)
     assert hits(watch) == []
@@ -121,11 +126,11 @@ def test_short_prompts_share_nothing(llm):
 
 
 def test_under_bounded_replay_a_hit_ends_before_the_first_kept_row(llm):
-    rounds = [[(TEXT[:length], asks(length))] for length in (300, 400, 420, 400)]
+    rounds = [[(TEXT[:length], asks(length))] for length in (300, 400, 410)]
     keep = {"replay_keep_tokens": 140}
     cold, without = serve(llm, rounds, **SMALL, **keep)
     warm, watch = serve(llm, rounds, **REUSE, **keep)
-    assert hits(watch) == [256, 256, 256]
+    assert hits(watch) == [256, 256]
     assert warm == cold
     require_equal_rows(without, watch)
 
@@ -134,15 +139,15 @@ def test_a_crowd_with_few_tails_and_blocks(llm):
     """Prompts of a tree, in rounds of several at once, with evictions of both kinds."""
     dice = random.Random(11)
     rounds = []
-    for i in range(5):
+    for i in range(3):
         batch = []
         for j in range(3):
             stem = dice.choice((0, 130, 260))
             start = dice.choice((300, 310))
-            batch.append(([*TEXT[:stem], *TEXT[start : start + dice.randint(5, 180)]],
-                          asks(10 * i + j, most=dice.randint(1, 20))))  # fmt: skip
+            batch.append(([*TEXT[:stem], *TEXT[start : start + dice.randint(5, 140)]],
+                          asks(10 * i + j, most=dice.randint(1, 6))))  # fmt: skip
         rounds.append(batch)
-    scarce = {**REUSE, "num_blocks": 14, "prefix_tails": 3, "max_num_batched_tokens": 150}
+    scarce = {**REUSE, "num_blocks": 11, "prefix_tails": 3, "max_num_batched_tokens": 150}
     cold, _ = serve(llm, rounds, **SMALL)
     warm, watch = serve(llm, rounds, **scarce)
     assert sum(hits(watch)) > 0

@@ -18,7 +18,7 @@ import pyarrow as pa
 from mdi_shared.errors import TraceError
 from mdi_shared.json_input import parse_json
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 METADATA_KEY = b"mdi"
 CONTENT_KEY = b"mdi_content"  # of a run's files: what all of them must agree on
 
@@ -94,6 +94,9 @@ _STEP_ROWS: list[_Row] = [
     ("cpu_prep_ms", _F32, True, "ms", "host: laying out the step's inputs, before t_launch"),
     ("cpu_launch_ms", _F32, True, "ms", "host: giving the work to the device, after t_launch"),
     ("gap_ms", _F32, True, "ms", "the device was idle before this step; null = the first"),
+    # Since version 4; null without prefix reuse and in older files.
+    ("n_restored", _I32, True, "tails", "copied to slots before the step, for prefix hits"),
+    ("n_saved", _I32, True, "tails", "copied from slots before the step, to be found later"),
 ]  # fmt: skip
 
 _ITEM_ROWS: list[_Row] = [
@@ -136,6 +139,11 @@ _REQUEST_ROWS: list[_Row] = [
     ("accept_profile", _TEXT, True, "", "draft-acceptance model, simulator only"),
     ("rank", _I16, True, "index", "data-parallel rank assigned"),
     ("t_submit", _I64, True, "ns", "the scheduler got it"),
+    # Since version 4; null without prefix reuse and in older files.
+    ("hit_tokens", _I32, True, "tokens", "of its prompt taken from the prefix cache, when first "
+     "planned"),
+    ("known_tokens", _I32, True, "tokens", "those whose blocks were there; beyond hit_tokens no "
+     "tail was at hand"),
     ("t_first_sched", _I64, True, "ns", "first planned"),
     ("t_first_token", _I64, True, "ns", "first token visible"),
     ("t_last_token", _I64, True, "ns", "last token visible"),
@@ -143,7 +151,7 @@ _REQUEST_ROWS: list[_Row] = [
     ("n_chunks", _I32, True, "steps", "prefill steps it took"),
     ("n_preempt", _I32, True, "times", "preempted"),
     ("n_recomputed_tokens", _I32, True, "tokens",
-     "prefilled beyond prompt_len - cached_len, after preemptions"),
+     "prefilled beyond prompt_len - cached_len - hit_tokens, after preemptions"),
     ("finish_reason", _LABEL, True, "", "stop, length, abort, prompt_length_exceeded or "
      "insufficient_system_resource; null = unfinished"),
     ("unfinished_reason", _LABEL, True, "", "why the run ended without finishing it; \"had not "
@@ -172,8 +180,10 @@ SCHEMAS: Mapping[str, pa.Schema] = MappingProxyType(
 # Columns that older files lack, by the version that brought them: read as null.
 ADDED_COLUMNS: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
-        STEPS: dict.fromkeys(("ingress_ms", "cpu_prep_ms", "cpu_launch_ms", "gap_ms"), 2),
-        REQUESTS: dict.fromkeys(("client", "deadline_ns", "predicted_len"), 3),
+        STEPS: dict.fromkeys(("ingress_ms", "cpu_prep_ms", "cpu_launch_ms", "gap_ms"), 2)
+        | dict.fromkeys(("n_restored", "n_saved"), 4),
+        REQUESTS: dict.fromkeys(("client", "deadline_ns", "predicted_len"), 3)
+        | dict.fromkeys(("hit_tokens", "known_tokens"), 4),
     }
 )
 
