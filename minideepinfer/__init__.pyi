@@ -52,6 +52,7 @@ from mdi_shared.errors import (
     ConfigError as ConfigError,
     DeadlockError as DeadlockError,
     MiniDeepInferError as MiniDeepInferError,
+    PlacementError as PlacementError,
     PolicyError as PolicyError,
     SaveError as SaveError,
     TraceError as TraceError,
@@ -63,7 +64,11 @@ from mdi_shared.placement import (
     RoundRobin as RoundRobin,
 )
 from mdi_shared.policies import Policy as Policy
-from mdi_shared.request import Hints as Hints
+from mdi_shared.rank_view import RankView as RankView
+from mdi_shared.request import (
+    Hints as Hints,
+    Request as Request,
+)
 from mdi_shared.run_description import RunDescription as RunDescription
 from mdi_shared.served import Served as Served
 from mdi_sim.fit.calibrate import calibrate as calibrate
@@ -89,6 +94,14 @@ from mdi_traces import (
     load_run as load_run,
     parse_arrivals as parse_arrivals,
     parse_lengths as parse_lengths,
+)
+from minideepinfer.capacity_result import (
+    CapacityResult as CapacityResult,
+    capacity as capacity,
+)
+from minideepinfer.lab_result import (
+    LabResult as LabResult,
+    lab as lab,
 )
 from minideepinfer.run_summary import (
     RunSummary as RunSummary,

@@ -40,7 +40,7 @@ SAYS = {
     "tune_for_an_slo": r"default .*goodput \d.*\nbest .*goodput \d.*\nthe model's error: not known",
     "closed_loop_sessions": r"closed loop: 400 of 400 completed .*\nopen loop  : 400 of 400 ",
     "compare_policies": r"fcfs +[\d,]+ .*shortest_prompt +[\d,]+ .*mcsf +[\d,]+ .* 0 +0\n",
-    "ranks_and_placement": r"FirstRank  : TTFT .* busiest rank 4\.00 times the mean",
+    "ranks_and_placement": r"FirstRank   : TTFT .* busiest rank 4\.00 times the mean",
     "step_timings": r"prefill +decode .*roofline_share .*step \d+, .* rows, .*first use of",
     "read_step_tables": r"decode +\d+ .*the slowest prefill steps\n.*n_cached",
 }

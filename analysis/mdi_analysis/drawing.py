@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BLUE, ORANGE, GREEN, VERMILION, SKY, GREY = (
-    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#666666",
+BLUE, ORANGE, GREEN, VERMILION, SKY, PINK, GREY = (
+    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#666666",
 )  # fmt: skip
-COLOURS = dict(zip(KINDS, (BLUE, VERMILION, SKY, ORANGE, GREY), strict=True))
+COLOURS = dict(zip(KINDS, (BLUE, VERMILION, SKY, ORANGE, GREEN, PINK, GREY), strict=True))
 NO_SPAN = (0.0, NS_PER_S)  # the axis of a run in which nothing happened
 MAX_POINTS = 20_000  # of a scatter; more only make the file larger
 

@@ -15,7 +15,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from mdi_shared.errors import TraceError
-from mdi_shared.plan import STEP_KINDS
+from mdi_shared.plan import DECODE, IDLE_DECODE, IDLE_MIXED, MIXED, PREFILL, STEP_KINDS
 from mdi_shared.request import NOT_ARRIVED
 
 Floats = NDArray[np.float64]
@@ -25,7 +25,8 @@ Bools = NDArray[np.bool_]
 NS_PER_MS = 1e6
 NS_PER_S = 1e9
 KINDS = (*STEP_KINDS, "flush")
-OWN_KINDS = STEP_KINDS[:2]  # steps that run sequences of the rank itself
+OWN_KINDS = (PREFILL, DECODE, MIXED)  # steps that run sequences of the rank itself
+DECODING_KINDS = (DECODE, IDLE_DECODE, MIXED, IDLE_MIXED)  # in which all that run get a token
 
 
 class MetadataLike(Protocol):
@@ -99,6 +100,15 @@ def is_kind(kinds: Ints, *names: str) -> Bools:
     """Return which of the `kind_codes` are one of the named kinds."""
     chosen: Bools = np.isin(kinds, [KINDS.index(name) for name in names])
     return chosen
+
+
+def prompt_rows(steps: pd.DataFrame) -> Floats:
+    """Return the rows of every step that belong to prompts; older runs have no mixed steps."""
+    rows = np.where(is_kind(kind_codes(steps), PREFILL), floats(steps, "steps", "n_tokens"), 0.0)
+    if "n_prompt_rows" not in steps.columns:
+        return rows
+    stated = floats(steps, "steps", "n_prompt_rows")
+    return np.where(np.isnan(stated), rows, stated)
 
 
 def device_ns(steps: pd.DataFrame) -> Floats:

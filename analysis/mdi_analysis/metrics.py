@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from mdi_analysis.frames import (
+    DECODING_KINDS,
     NS_PER_MS,
     Floats,
     Ints,
@@ -176,7 +177,7 @@ def inter_token_latencies(run: RunLike) -> tuple[Floats, Ints]:
         raise TraceError("items table", "absent, but inter-token latency needs it")
     order = StepOrder(run.steps)
     done_ns = floats(run.steps, "steps", "t_done")[order.rows]
-    decodes = np.flatnonzero(is_kind(order.kinds, "decode", "idle_decode"))
+    decodes = np.flatnonzero(is_kind(order.kinds, *DECODING_KINDS))
     # How many more requests than before wait from the decode step before until this one.
     joins = np.zeros(decodes.size + 1, dtype=np.int64)
     found: list[tuple[Floats, Ints]] = []  # (gaps, how often each)

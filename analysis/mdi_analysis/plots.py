@@ -47,6 +47,7 @@ from mdi_analysis.frames import (
     has_arrived,
     is_kind,
     kind_codes,
+    prompt_rows,
     span_ns,
 )
 from mdi_analysis.metrics import request_latencies
@@ -178,13 +179,12 @@ def rate_curves(run: RunLike) -> dict[str, tuple[Floats, Floats]]:
     `prefill` and `output` weigh tokens per GPU, `arrived` and `completed` requests.
     """
     steps, per_gpu = run.steps, max(count_gpus(run), 1)
-    done, prefill = floats(steps, "steps", "t_done"), is_kind(kind_codes(steps), "prefill")
+    done = floats(steps, "steps", "t_done")
     arrival, finish = (floats(run.requests, "requests", n) for n in ("arrival_ns", "t_finish"))
     arrived = has_arrived(run)
     completed = (request_latencies(run)["outcome"] == "completed").to_numpy()
-    n_tokens = np.where(prefill, floats(steps, "steps", "n_tokens"), 0.0)
     return {
-        "prefill": (done, n_tokens / per_gpu),
+        "prefill": (done, prompt_rows(steps) / per_gpu),
         "output": (done, emitted_tokens(steps) / per_gpu),
         "arrived": (arrival[arrived], np.ones(int(arrived.sum()))),
         "completed": (finish[completed], np.ones(int(completed.sum()))),

@@ -94,7 +94,7 @@ def step_works(frame: pd.DataFrame, shape: ModelShape) -> list[StepWork | None]:
     `ConfigError` when `shape` does not give the recorded FLOPs.
     """
     own = is_kind(kind_codes(frame), *OWN_KINDS)
-    prefill = is_kind(kind_codes(frame), "prefill").tolist()
+    prefill = is_kind(kind_codes(frame), "prefill", "mixed").tolist()
     counts = np.stack([ints(frame, "steps", name) for name in _COUNTS], axis=1).tolist()
     attn, total = (floats(frame, "steps", f"flops_{of}").tolist() for of in ("attn", "total"))
     works: list[StepWork | None] = []

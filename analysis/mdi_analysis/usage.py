@@ -27,6 +27,7 @@ from mdi_analysis.frames import (
     ints,
     is_kind,
     kind_codes,
+    prompt_rows,
     ratio,
     span_ns,
 )
@@ -98,8 +99,7 @@ def throughput(run: RunLike, completed: int, n_gpus: int | None = None) -> Throu
         raise ConfigError("n_gpus", n_gpus, "must be at least 1, or None to count the ranks")
     start_ns, end_ns = span_ns(run) or (0.0, 0.0)
     span_s = (end_ns - start_ns) / NS_PER_S
-    prefill = is_kind(kind_codes(run.steps), "prefill")
-    processed = _total(floats(run.steps, "steps", "n_tokens")[prefill])
+    processed = _total(prompt_rows(run.steps))
     input_tokens = processed - _total(floats(run.requests, "requests", "n_recomputed_tokens"))
     # A request without a first token has produced nothing, whatever its target length says.
     started = ~np.isnan(floats(run.requests, "requests", "t_first_token"))
@@ -173,10 +173,8 @@ def emitted_tokens(steps: pd.DataFrame) -> Floats:
     n_seqs, chunked, dropped, accepted = (
         floats(steps, "steps", name) for name in ("n_seqs", "n_chunked", "n_dropped", "n_accepted")
     )
-    prefill, decode = is_kind(kinds, "prefill"), is_kind(kinds, "decode")
-    rows = n_seqs - dropped
-    emitted: Floats = np.where(prefill, rows - chunked, np.where(decode, rows + accepted, 0.0))
-    return emitted
+    emitted: Floats = n_seqs - dropped - chunked + accepted
+    return np.where(is_kind(kinds, *OWN_KINDS), emitted, 0.0)
 
 
 def _by_kind(steps: pd.DataFrame, kinds: Ints) -> dict[str, KindUse]:

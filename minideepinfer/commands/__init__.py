@@ -20,6 +20,8 @@ VERBS = {
     "transfer": "Predict step times of other hardware or another model from a fitted model.",
     "tune": "Search chunk size, prefill attempts and seats for an SLO or for throughput, by "
     "simulation.",
+    "lab": "Run traces x loads x settings x placements x policies x seeds, and say which is best.",
+    "capacity": "Search the highest rate at which a service level holds, with its uncertainty.",
     "show": "Show what a trace file holds, or a run: origin, summary, pictures.",
     "check": "Check traces: conservation laws of a run, rules of a request trace.",
     "compare": "Compare two runs: latencies, step times, rates, decisions.",

@@ -92,8 +92,9 @@ PolicySpec = Annotated[str | None, option(
     help="Scheduling policy: fcfs (the default), srpt:sigma=0.5, "
     "order=sjf+admit=past_future+victim=newest, …; docs/policies.md has all.")]
 PlacementName = Annotated[str | None, option(
-    "--placement", metavar="NAME", panel=ENGINE,
-    help="round_robin (the default), least_tokens or least_kv.")]
+    "--placement", metavar="SPEC", panel=ENGINE,
+    help="Which rank serves a request: round_robin (the default), least_tokens, jsq, balance, "
+    "power_of_two:seed=1, …; docs/policies.md has all.")]
 KVMemory = Annotated[float | None, option(
     "--kv-cache-memory-gb", metavar="GB", panel=ENGINE,
     help="Size of the KV pool, 10^9 bytes, instead of what memory leaves.")]

@@ -9,7 +9,7 @@ Read next: `mdi_exec/engine/serve_trace.py`, `mdi_exec/engine/recording.py`.
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from mdi_shared.placement import placement_by_name
+from mdi_shared.placement import new_placement
 from minideepinfer.commands import options as o
 from minideepinfer.commands.declare import FileOptions, scheduler_options, takes_options
 from minideepinfer.commands.describing import (
@@ -82,7 +82,7 @@ def _serve(options: RecordOptions | ReplayOptions) -> None:
         if is_first_rank():
             tell(f"loaded {options.model} on {options.device}; serving {len(work):,} requests, "
                  f"{due_note(work)}")  # fmt: skip
-        placement = placement_by_name(llm.options.placement)
+        placement = new_placement(llm.options.placement)
         client = TraceClient(llm.engine, with_predictions(work, llm.options.policy),
                              seed=options.seed or 0, placement=placement)  # fmt: skip
         with progress(len(work)) as on_progress:

@@ -86,7 +86,8 @@ def _declared(types: Types, name: str, value: object, path: Path | None = None) 
 
 def _wanted(kinds: tuple[type, ...]) -> str:
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text",
-             Path: "a path", list[Path]: "a path, or several", NoneType: NONE}  # fmt: skip
+             Path: "a path", list[Path]: "a path, or several", list[str]: "a text, or several",
+             NoneType: NONE}  # fmt: skip
     return f"must be {' or '.join(names[kind] for kind in kinds)}"
 
 
@@ -104,6 +105,10 @@ def _typed(where: str, value: object, kinds: tuple[type, ...]) -> Any:  # noqa: 
         texts = [value] if isinstance(value, str) else value
         if texts and all(isinstance(text, str) for text in texts):
             return [Path(text) for text in texts]
+    if list[str] in kinds and isinstance(value, str | int | float | list):
+        values = value if isinstance(value, list) else [value]
+        if values and all(type(each) in (str, int, float) for each in values):
+            return [str(each) for each in values]
     if type(value) is not float and type(value) in kinds:
         return value
     raise ConfigError(where, value, _wanted(kinds))

@@ -80,10 +80,10 @@ class DecodeClock:
         blocks = self._blocks
         out: list[Sequence] = []
         while blocks and blocks[0][0] <= planned:
-            time, _, _, seq = heappop(blocks)
-            # One that was preempted and is back may stand here twice: its prefill step gave it the
-            # token that it missed of a decode step.
-            is_again = out and out[-1] is seq
+            time, neg_order, _, seq = heappop(blocks)
+            # One that was preempted and is back may stand here twice: its old entry has another
+            # order, or the same, if a step gave it the token that it missed of a decode step.
+            is_again = neg_order != -seq.order or (bool(out) and out[-1] is seq)
             if seq.clock is not None and not is_again and _is_due(seq, time, block_size):
                 out.append(seq)
         return out

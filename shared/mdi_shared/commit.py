@@ -31,11 +31,8 @@ def commit_step(queues: Queues, step: InFlightStep, result: StepResult) -> StepO
         f"step {step.number} has {len(step.seqs)} sequences, its result {len(tokens)}"
     )
     dropped: tuple[int, ...] = ()
-    ended: list[Ending]
-    if plan.is_prefill:
-        assert tokens is not None, "the first token of a prompt may end it"
-        ended = _commit_prefill(queues, step, tokens)
-    else:
+    ended: list[Ending] = []
+    if plan.decodes:
         dropped = dropped_rows(queues, step)
         cut = dict.fromkeys(dropped, 0)  # rows not fully visible, and how much of them is
         queues.clock.done += 1
@@ -49,6 +46,9 @@ def commit_step(queues: Queues, step: InFlightStep, result: StepResult) -> StepO
             for index, count in cut.items():
                 visible[index] = visible[index][:count]
             tokens = tuple(visible)
+    if plan.prompts:
+        assert tokens is not None, "the first token of a prompt may end it"
+        ended += _commit_prompts(queues, step, tokens)
     return StepOutcome(
         step.number, plan.is_prefill, plan.batch, tokens or (), dropped, tuple(ended),
         len(queues.waiting), len(queues.running),
@@ -56,17 +56,19 @@ def commit_step(queues: Queues, step: InFlightStep, result: StepResult) -> StepO
 
 
 def dropped_rows(queues: Queues, step: InFlightStep) -> tuple[int, ...]:
-    """Find the rows of a decode step whose sequences have left since it was planned."""
+    """Find the rows of sequences that decoded and have left since the step was planned."""
     if step.num_departed == queues.num_departed:
         return ()
-    return tuple([i for i, seq in enumerate(step.seqs) if seq.clock is None])
+    decoded = step.seqs[: step.plan.num_decoding]
+    return tuple([i for i, seq in enumerate(decoded) if seq.clock is None])
 
 
-def _commit_prefill(queues: Queues, step: InFlightStep, tokens: Tokens) -> list[Ending]:
-    """Book a prefill step, none of whose rows is ever cut short; return the requests it ends."""
+def _commit_prompts(queues: Queues, step: InFlightStep, tokens: Tokens) -> list[Ending]:
+    """Book a step's prompts, none of whose rows is ever cut short; return the requests it ends."""
     ended: list[Ending] = []
-    for seq, (q, _, _), new in zip(step.seqs, step.plan.prompts, tokens, strict=True):
-        assert not seq.is_finished, "a prefill step is processed in the turn that planned it"
+    prompts, first = step.plan.prompts, step.plan.num_decoding
+    for seq, (q, _, _), new in zip(step.seqs[first:], prompts, tokens[first:], strict=True):
+        assert not seq.is_finished, "prompts are processed in the turn that planned them"
         seq.prefilled += q
         if queues.prefix is not None:
             queues.prefix.computed(seq)
@@ -83,7 +85,7 @@ def _commit_prefill(queues: Queues, step: InFlightStep, tokens: Tokens) -> list[
 
 
 def _commit_even(queues: Queues, step: InFlightStep, tokens: Tokens | None) -> list[Ending]:
-    """Book a decode step of one token each: the clock has done it, but for those that end."""
+    """Book a token for each who decodes: the clock has done it, but for those that end."""
     gone: list[Sequence] = []
     if tokens is not None and not queues.stop_ids.isdisjoint(chain.from_iterable(tokens)):
         for seq, new in zip(step.seqs, tokens, strict=True):

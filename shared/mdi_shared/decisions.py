@@ -14,7 +14,7 @@ from math import inf
 from typing import NoReturn, TypeVar
 
 from mdi_shared.errors import MiniDeepInferError, PolicyError
-from mdi_shared.policies.base import SECOND, Key, Policy, View
+from mdi_shared.policies.base import SECOND, Key, Policy, View, shown
 from mdi_shared.queues import Queues
 from mdi_shared.request import Sequence
 
@@ -25,14 +25,29 @@ Answer = TypeVar("Answer")
 class Decisions:
     """One scheduler's policy, what it sees, and what it has been told was served."""
 
-    __slots__ = ("_policy", "_queues", "_told", "view")
+    __slots__ = ("_policy", "_queues", "_told", "has_phase", "mixes", "view")
 
     def __init__(self, policy: Policy, queues: Queues) -> None:
         self._policy = policy
         self._queues = queues
+        self.has_phase = policy.has_phase  # it is asked at each turn whether prompts go
+        self.mixes = policy.mixes  # and then they go beside those who decode
         # Output tokens the policy has been told of, per sequence that ever had a chunk.
         self._told: dict[Sequence, int] = {}
         self.view = View(queues.config.block_size, queues.blocks.num_total - 1)
+
+    def lets_prompts_go(self) -> bool:
+        """Say whether prompts go in this turn, where somebody waits below the watermark."""
+        queues = self._queues
+        if len(queues.running) == len(queues.dead):
+            return True
+        self._refresh(())
+        answer = self._call("phase", None, self._policy.phase, self.view)
+        return self._require_bool("phase", None, answer)
+
+    def mixed_budget(self) -> int:
+        """Return the most tokens that a mixed step may have."""
+        return self._policy.budget or self._queues.config.token_budget
 
     def begin_prefill(self) -> None:
         """Tell what was served since the last attempt, and sort the waiting queue."""
@@ -55,9 +70,7 @@ class Decisions:
             return True
         self._refresh(picked)
         answer = self._call("admit", seq, self._policy.admit, seq, self.view)
-        if type(answer) is not bool:
-            self._fail("admit", seq, f"returned {answer!r}, which is neither True nor False")
-        return answer
+        return self._require_bool("admit", seq, answer)
 
     def took(self, seq: Sequence, tokens: int) -> None:
         """Tell that a chunk of so many prompt tokens is planned."""
@@ -69,6 +82,11 @@ class Decisions:
         self._refresh(())
         running = sorted(self._queues.running, key=lambda seq: seq.seq_id)
         return self._sorted("victim", self._policy.victim, running, greatest_first=True)
+
+    def _require_bool(self, hook: str, seq: Sequence | None, answer: bool) -> bool:
+        if type(answer) is not bool:
+            self._fail(hook, seq, f"returned {answer!r}, which is neither True nor False")
+        return answer
 
     # ---- how it asks ---------------------------------------------------------------------------
 
@@ -148,9 +166,4 @@ class Decisions:
         self, hook: str, seq: Sequence | None, problem: str, cause: Exception | None = None
     ) -> NoReturn:
         name = "" if seq is None else seq.request.req_id
-        raise PolicyError(_name(self._policy), hook, name, problem) from cause
-
-
-def _name(policy: Policy) -> str:
-    own = type(policy).__str__ is not object.__str__
-    return str(policy) if own else type(policy).__name__
+        raise PolicyError(shown(self._policy), hook, name, problem) from cause

@@ -155,5 +155,19 @@ class PolicyError(MiniDeepInferError):
         return f"policy {self.policy}: {self.hook}{about} {self.problem}"
 
 
+class PlacementError(MiniDeepInferError):
+    """A placement named a rank that does not exist, or raised."""
+
+    def __init__(self, placement: str, req_id: str, problem: str) -> None:
+        super().__init__(placement, req_id, problem)
+        self.placement = placement
+        self.req_id = req_id
+        self.problem = problem
+
+    @property
+    def message(self) -> str:
+        return f"placement {self.placement}: place for request {self.req_id!r} {self.problem}"
+
+
 class UpstreamCheckError(MiniDeepInferError):
     """The production engine would end here by a check of its own; in `strict_upstream` only."""

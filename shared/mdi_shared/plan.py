@@ -17,8 +17,10 @@ PREFILL = "prefill"
 DECODE = "decode"
 IDLE_PREFILL = "idle_prefill"  # nothing of this rank's own; it runs a placeholder row for its group
 IDLE_DECODE = "idle_decode"
+MIXED = "mixed"  # a decode step that carries prompts, on this rank or another of its group
+IDLE_MIXED = "idle_mixed"
 
-STEP_KINDS = (PREFILL, DECODE, IDLE_PREFILL, IDLE_DECODE)
+STEP_KINDS = (PREFILL, DECODE, IDLE_PREFILL, IDLE_DECODE, MIXED, IDLE_MIXED)
 
 
 class StepItem(NamedTuple):
@@ -99,15 +101,17 @@ class StepPlan(NamedTuple):
 
     Columns, one entry per sequence: `qs` query rows end at context length `ks`, of which k - q
     tokens were cached before; with drafts in flight k is an upper bound that the device corrects.
-    `slots` are state slots, `full_lens` (prefill only) the whole prompt a chunk belongs to, which
-    after a preemption includes what was put out before. The driver keeps its own copy of each
-    block table: cut it to `num_blocks - len(new_blocks)` entries, then append `new_blocks`.
-    `is_partial` says that the last sequence's prompt goes on after this step; all others yield a
-    token.
+    `slots` are state slots, `full_lens` the whole prompt a chunk belongs to, which after a
+    preemption includes what was put out before; where a sequence decodes it is k. The driver keeps
+    its own copy of each block table: cut it to `num_blocks - len(new_blocks)` entries, then append
+    `new_blocks`. `is_partial` says that the last sequence's prompt goes on after this step; all
+    others yield a token.
 
-    A decode step has `rows_each` rows per member, and k is the member's base and `shift`. Against
-    the decode step before, `joined` are members it did not have and `left` sequences it had. A
-    prefill step has its `prompts`. `taken` are the blocks that sequences got, by id.
+    The first `num_decoding` members decode: `rows_each` rows each, and k is the member's base and
+    `shift`. Against the step before in which any did, `joined` are members it did not have and
+    `left` sequences it had. The others have their `prompts`. A decode step has none of these, a
+    prefill step has these alone, a mixed step may have both. `taken` are the blocks that sequences
+    got, by id.
 
     `finished` lists sequences whose memory returns once this step's predecessor is processed;
     `ignored` those that left the queue; `preempted` victims (their memory is already free).
@@ -120,7 +124,7 @@ class StepPlan(NamedTuple):
 
     step: int
     kind: str
-    is_prefill: bool  # of that kind, idle or not
+    is_prefill: bool  # prefill or mixed, idle or not: laid out by rows, awaited in its own turn
     batch: Batch = NOBODY
     shift: int = 0
     rows_each: int = 1
@@ -138,7 +142,7 @@ class StepPlan(NamedTuple):
     want: bool = False
     free_blocks: int = 0
     free_slots: int = 0
-    num_batched_tokens: int = 0  # prefill: padded for context parallelism; decode: sum of q
+    num_batched_tokens: int = 0  # prefill: padded for context parallelism; others: sum of q
     target_ns: int = 0  # step time the chunk policy aimed at; 0 = none
     copies: tuple[TailCopy, ...] = ()
     hits: tuple[Hit, ...] = ()
@@ -152,25 +156,42 @@ class StepPlan(NamedTuple):
         return self.batch.slots
 
     @property
+    def decodes(self) -> bool:
+        """Whether the sequences that run take part, if there are any: the decode clock goes on."""
+        return not self.is_prefill or self.kind in (MIXED, IDLE_MIXED)
+
+    @property
+    def num_decoding(self) -> int:
+        return len(self.batch.members) - len(self.prompts)
+
+    @property
+    def rows(self) -> tuple[PromptRow, ...]:
+        """All columns of lengths at once: to the model, who decodes is a chunk that ends at k."""
+        each, shift = self.rows_each, self.shift
+        decoding = self.batch.members[: self.num_decoding]
+        return (*[(each, shift - m[0], shift - m[0]) for m in decoding], *self.prompts)
+
+    @property
     def qs(self) -> tuple[int, ...]:
-        if self.is_prefill:
-            return tuple([q for q, _, _ in self.prompts])
-        return (self.rows_each,) * len(self.batch)
+        return (self.rows_each,) * self.num_decoding + tuple([q for q, _, _ in self.prompts])
 
     @property
     def ks(self) -> tuple[int, ...]:
-        shift = self.shift
-        return tuple([shift - neg_base for neg_base, _, _, _ in self.batch.members])
+        shift, members = self.shift, self.batch.members
+        if self.prompts:
+            members = members[: self.num_decoding]
+        decoding = tuple([shift - neg_base for neg_base, _, _, _ in members])
+        return decoding + tuple([k for _, k, _ in self.prompts]) if self.prompts else decoding
 
     @property
     def full_lens(self) -> tuple[int, ...]:
-        return tuple([full_len for _, _, full_len in self.prompts])
+        return tuple([full_len for _, _, full_len in self.rows]) if self.prompts else self.ks
 
     @property
     def num_blocks(self) -> tuple[int, ...]:
         """Blocks of each table after this plan: a prompt's are reserved whole (R2)."""
-        size, lengths = self.block_size, self.full_lens if self.is_prefill else self.ks
-        return tuple([-(-length // size) for length in lengths])
+        size = self.block_size
+        return tuple([-(-length // size) for length in self.full_lens])
 
     @property
     def new_blocks(self) -> tuple[tuple[int, ...], ...]:
@@ -189,8 +210,8 @@ class StepPlan(NamedTuple):
 
     @property
     def prompt_tokens(self) -> int:
-        """Rows of a prefill step, 0 for any other."""
-        return sum([q for q, _, _ in self.prompts]) if self.prompts else 0
+        """Rows of a prefill or mixed step, 0 for any other."""
+        return self.num_decoding + sum([q for q, _, _ in self.prompts]) if self.is_prefill else 0
 
     def to_json(self) -> dict[str, Any]:
         """Return plain dicts, lists, ints and strings; `from_json` inverts it."""

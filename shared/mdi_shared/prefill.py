@@ -1,4 +1,4 @@
-"""Which prompts, and how much of each, make the next prefill step (docs/rules.md, R8).
+"""Which prompts, and how much of each, the next prefill or mixed step runs (docs/rules.md, R8).
 
 Admission is strictly in the queue's order, first come, first served unless a scheduling policy has
 sorted it: the first sequence that cannot be admitted stops the search. At most one prompt is left
@@ -18,15 +18,20 @@ from mdi_shared.request import Sequence, State
 
 @dataclass(slots=True, eq=False)
 class PrefillBatch:
-    """The step being assembled, with the room that is left."""
+    """The step being assembled, with the room that is left.
+
+    A mixed step begins with the rows of those who decode.
+    """
 
     k_room: int  # sum of full lengths still allowed
+    budget: int = 0  # of tokens
+    decoding: tuple[PromptRow, ...] = ()
     picked: list[Sequence] = field(default_factory=list)
     rows: list[PromptRow] = field(default_factory=list)  # of each picked: q, k and full length
     taken: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # blocks, by sequence
     is_partial: bool = False  # the last one's prompt goes on after this step
     ignored: list[Ending] = field(default_factory=list)
-    used_tokens: int = 0  # padded for context parallelism
+    used_tokens: int = 0  # padded for context parallelism, and those of `decoding`
 
     def members(self) -> tuple[Member, ...]:
         return tuple([
@@ -45,15 +50,19 @@ class PrefillSelection:
         self.policy = policy
         self.decisions = decisions
 
-    def select(self) -> PrefillBatch | None:
+    def select(self, beside: tuple[PromptRow, ...] | None = None) -> PrefillBatch | None:
         """Take sequences out of `waiting`; None when neither a sequence nor a rejection came up.
 
-        A batch that holds only rejections still counts as a prefill step.
+        A batch that holds only rejections still counts as a prefill step. In a mixed step prompts
+        get the room that the rows `beside` them leave of its budget.
         """
         queues, config, decisions = self.queues, self.queues.config, self.decisions
         if decisions is not None and queues.waiting:
             decisions.begin_prefill()
-        batch = PrefillBatch(config.prefill_max_sum_seqlen_k)
+        batch = PrefillBatch(config.prefill_max_sum_seqlen_k, config.token_budget)
+        if beside is not None and decisions is not None:
+            batch.budget = decisions.mixed_budget()
+            batch.decoding, batch.used_tokens = beside, len(beside)
         while queues.waiting and not batch.is_partial:
             seq = queues.waiting[0]
             if seq.is_finished:
@@ -82,7 +91,8 @@ class PrefillSelection:
         config = self.queues.config
         if len(self.queues.running) + len(batch.picked) >= config.max_num_seqs:
             return 0
-        if batch.k_room < seq.num_tokens:
+        room = (batch.budget - batch.used_tokens) // config.cp_align * config.cp_align
+        if batch.k_room < seq.num_tokens or (room <= 0 and not batch.picked):
             return 0
         batch.k_room -= seq.num_tokens
         work = seq.num_tokens - seq.cached
@@ -91,14 +101,14 @@ class PrefillSelection:
                 f"lookahead = {config.lookahead}: the production engine stops here, for request "
                 f"{seq.request.req_id!r} has {work} tokens left to prefill"
             )
-        room = (config.token_budget - batch.used_tokens) // config.cp_align * config.cp_align
-        tokens = self.policy.chunk_tokens(batch.rows, seq.cached, work, room, seq.num_tokens)
+        rows = [*batch.decoding, *batch.rows] if batch.decoding else batch.rows
+        tokens = self.policy.chunk_tokens(rows, seq.cached, work, room, seq.num_tokens)
         assert 0 <= tokens <= min(work, room), f"chunk policy asked for {tokens} of {work} tokens"
         while seq.checkpoints and seq.checkpoints[0] <= seq.cached:
             seq.checkpoints.pop(0)
         if seq.checkpoints and seq.checkpoints[0] <= seq.cached + tokens:
             tokens = seq.checkpoints.pop(0) - seq.cached
-        assert tokens > 0 or batch.picked, "an empty step has room for no token at all"
+        assert tokens > 0 or rows, "an empty step has room for no token at all"
         if tokens < work and not config.chunked_prefill:
             return 0
         if config.strict_upstream:

@@ -7,7 +7,6 @@ Read next: `config.py` (the scheduler's options), `served.py` (the requests), `d
 """
 
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -17,8 +16,9 @@ from mdi_shared.cost.shape import V41_FLASH, ModelShape, shape_from_mapping
 from mdi_shared.cost.step_cost import StepCost
 from mdi_shared.errors import MOST_SEED, ConfigError, Rule, is_number, require_int, require_rules
 from mdi_shared.json_input import parse_toml, require_mapping, require_object, require_texts
-from mdi_shared.placement import Placement, placement_by_name
+from mdi_shared.placement import Placement, new_placement, placement_name
 from mdi_shared.policies import NO_POLICY, Policy, new_policy, policy_name
+from mdi_shared.policies.phases import require_allowed
 from mdi_shared.served import Served
 from mdi_shared.toml_text import to_toml, without_none
 
@@ -29,8 +29,8 @@ LONGEST_RUN_S = 9e9  # what int64 nanoseconds hold
 class RunDescription:
     """One run: what is served, how, on what, from which seed.
 
-    `cost` is what steps take, None where real devices take the time. `policy` (a specification,
-    see policies/registry.py) and `placement` are names, or objects of the caller's.
+    `cost` is what steps take, None where real devices take the time. `policy` and `placement` are
+    specifications (policies/registry.py, placement.py), or objects of the caller's.
     `draft_accept_rate` is the chance that a draft token is accepted; the run ends at `until_s`
     virtual seconds. `assumed` says in words what `describe_run` chose. Raises `ConfigError` naming
     the field, its value and what is allowed.
@@ -52,16 +52,12 @@ class RunDescription:
         require_int("ranks", self.ranks, 1)
         require_int("seed", self.seed, 0, MOST_SEED)
         require_rules(self, self._rules())
-        if isinstance(self.placement, str):
-            placement_by_name(self.placement)
-        new_policy(self.policy)
+        new_placement(self.placement)
+        require_allowed(new_policy(self.policy), self.scheduler)
         if self.cost is not None:
             require_step_cost(self.cost, self.shape)
 
     def _rules(self) -> Iterator[Rule]:
-        policy, strict = self.policy, self.scheduler.strict_upstream
-        yield ("policy", policy == NO_POLICY or not strict, "contradicts strict_upstream, which "
-               "has the production engine's rules")  # fmt: skip
         rate = self.draft_accept_rate
         yield ("draft_accept_rate", is_number(rate) and 0 <= rate <= 1, "must be between 0 and 1")
         until = self.until_s
@@ -77,9 +73,7 @@ class RunDescription:
 
     def new_placement(self) -> Placement:
         """Return a placement that has placed nothing yet."""
-        if isinstance(self.placement, str):
-            return placement_by_name(self.placement)
-        return deepcopy(self.placement)
+        return new_placement(self.placement)
 
     def new_policy(self) -> Policy | None:
         """Return a policy that has decided nothing yet; None is first come, first served."""
@@ -90,7 +84,6 @@ class RunDescription:
 
         A policy, placement or cost of the caller's own becomes its name or description.
         """
-        own = self.placement
         return {
             "scheduler": asdict(self.scheduler),
             "shape": {name: list(value) if isinstance(value, tuple) else value
@@ -98,7 +91,7 @@ class RunDescription:
             **({} if self.cost is None else {"cost": self.cost.describe()}),
             "ranks": self.ranks,
             "policy": policy_name(self.policy),
-            "placement": own if isinstance(own, str) else type(own).__name__,
+            "placement": placement_name(self.placement),
             "seed": self.seed,
             "draft_accept_rate": self.draft_accept_rate,
             "until_s": self.until_s,

@@ -13,12 +13,14 @@ from mdi_shared.chunking import ChunkPolicy, TokenBudget
 from mdi_shared.commit import InFlightStep, commit_step, dropped_rows
 from mdi_shared.config import WATERMARK, SchedulerConfig
 from mdi_shared.decisions import Decisions
-from mdi_shared.decode import DecodeSelection
-from mdi_shared.errors import ConfigError, DeadlockError, require
+from mdi_shared.decode import DecodeSelection, DecodeStep
+from mdi_shared.errors import ConfigError, DeadlockError
 from mdi_shared.plan import (
     DECODE,
     IDLE_DECODE,
+    IDLE_MIXED,
     IDLE_PREFILL,
+    MIXED,
     PREFILL,
     Advance,
     Batch,
@@ -28,12 +30,13 @@ from mdi_shared.plan import (
     StepResult,
 )
 from mdi_shared.policies.base import Policy
+from mdi_shared.policies.phases import require_allowed
 from mdi_shared.prefill import PrefillBatch, PrefillSelection
 from mdi_shared.prefix.cache import PrefixCache
 from mdi_shared.queues import Queues
 from mdi_shared.repeat import Horizon, foretell, take_blocks
 from mdi_shared.request import Request, Sequence, State
-from mdi_shared.vote import NONE, Ballot, rule_at, steps_to_votes
+from mdi_shared.vote import ANY, NONE, Ballot, rule_at, steps_to_votes
 
 
 class Scheduler:
@@ -41,9 +44,9 @@ class Scheduler:
 
     `policy` decides how many prompt tokens a chunk gets; left out, the token budget decides.
     `scheduling` decides who is next, who may take memory and who gives way; left out, the engine's
-    own rules (docs/rules.md, R8 and R17). Raises `ConfigError` for one beside `strict_upstream`.
-    A prefix hit leaves at least `hit_margin` tokens to compute: under bounded replay, those whose
-    consumer rows run.
+    own rules (docs/rules.md, R6, R8 and R17). Raises `ConfigError` for one that `config` leaves no
+    room. A prefix hit leaves at least `hit_margin` tokens to compute: under bounded replay, those
+    whose consumer rows run.
     """
 
     def __init__(
@@ -54,8 +57,7 @@ class Scheduler:
         *,
         hit_margin: int = 1,
     ) -> None:
-        require(scheduling is None or not config.strict_upstream, "policy", scheduling,
-                "contradicts strict_upstream, which has the production engine's rules")  # fmt: skip
+        require_allowed(scheduling, config)
         self.config = config
         prefix = PrefixCache(config, max(hit_margin, 1)) if config.enable_prefix_cache else None
         self.queues = Queues(config, prefix)
@@ -67,6 +69,8 @@ class Scheduler:
         self.decisions = None if scheduling is None else Decisions(scheduling, self.queues)
         self._prefill = PrefillSelection(self.queues, self.policy, self.decisions)
         self._decode = DecodeSelection(self.queues, self.decisions)
+        self._chosen: DecodeStep | None = None  # who decodes, before it is known with whom
+        self._mixes = self.decisions is not None and self.decisions.mixes
         self._in_flight: deque[InFlightStep] = deque()  # oldest first
         self._to_release: list[Sequence] = []
         self._next_seq_id = 0
@@ -114,6 +118,11 @@ class Scheduler:
         return bool(self.queues.waiting or self.queues.running)
 
     @property
+    def num_submitted(self) -> int:
+        """Requests ever queued."""
+        return self._next_seq_id
+
+    @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
@@ -121,7 +130,9 @@ class Scheduler:
 
     def ballot(self) -> Ballot:
         """Return the voting rule of this turn and what this rank wants; changes nothing."""
-        config = self.config
+        config, decisions = self.config, self.decisions
+        if decisions is not None and decisions.has_phase:
+            return Ballot(ANY, self.want_prefill() and decisions.lets_prompts_go())
         rule = rule_at(
             self.decode_step, config.prefill_attempt_interval, config.prefill_any_attempt_interval
         )
@@ -143,21 +154,45 @@ class Scheduler:
         return bool(queues.waiting[0].block_table)
 
     def try_prefill(self, ballot: Ballot) -> StepPlan | None:
-        """Plan a prefill step, or return None when nothing at all can be admitted."""
-        batch = self._prefill.select()
-        return None if batch is None else self._plan_prefill(batch, ballot)
+        """Plan a step with prompts, or return None when nothing at all can be admitted."""
+        if not self._mixes:
+            batch = self._prefill.select()
+            return None if batch is None else self._plan_prefill(batch, ballot)
+        chosen = self._chosen = self._decode.select()  # who decodes comes first
+        if chosen.preempted:
+            return None  # memory is short
+        shift = self.queues.clock.planned
+        lengths = [shift - neg_base for neg_base, _, _, _ in chosen.batch.members]
+        batch = self._prefill.select(tuple([(1, k, k) for k in lengths]))
+        if batch is not None and batch.picked:
+            return self._plan_mixed(batch, ballot)
+        chosen.ignored += batch.ignored if batch is not None else ()
+        return None
 
     def plan_idle_prefill(self, ballot: Ballot) -> StepPlan:
-        """Plan an empty prefill step, for a rank whose group prefills without it."""
-        return self._plan_prefill(PrefillBatch(k_room=0), ballot)
+        """Plan a step without prompts of its own, for a rank whose group has some."""
+        nothing = PrefillBatch(k_room=0)
+        return (self._plan_mixed if self._mixes else self._plan_prefill)(nothing, ballot)
 
     def plan_decode(self, ballot: Ballot) -> StepPlan:
         """Plan a decode step, maybe an empty one; raises `DeadlockError` if none can ever help."""
-        chosen, queues = self._decode.select(), self.queues
-        batch, clock = chosen.batch, queues.clock
+        chosen = self._choose()
+        plan = self._decode_plan(chosen, ballot)
+        self._check_progress(plan)
+        plan = self._put_in_flight(plan, chosen.seqs)
+        self.decode_step += 1
+        return plan
+
+    def _choose(self) -> DecodeStep:
+        """Choose who decodes, once in a turn."""
+        chosen, self._chosen = self._chosen or self._decode.select(), None
+        return chosen
+
+    def _decode_plan(self, chosen: DecodeStep, ballot: Ballot) -> StepPlan:
+        queues, batch, clock = self.queues, chosen.batch, self.queues.clock
         self.num_preempted += len(chosen.preempted)
         self._to_release += chosen.finished
-        plan = StepPlan(
+        return StepPlan(
             step=self._next_step(),
             kind=DECODE if batch.members else IDLE_DECODE,
             is_prefill=False,
@@ -178,12 +213,33 @@ class Scheduler:
             free_slots=queues.slots.num_free,
             num_batched_tokens=clock.rows * len(batch.members),
         )
-        self._check_progress(plan)
-        plan = self._with_prefixes(plan)
-        self._put_in_flight(plan, chosen.seqs)
-        clock.planned += 1
-        self.decode_step += 1
+
+    def _plan_mixed(self, batch: PrefillBatch, ballot: Ballot) -> StepPlan:
+        """Plan a decode step that carries prompts."""
+        chosen = self._choose()
+        plan = self._decode_plan(chosen, ballot)
+        members = plan.batch.members + batch.members()
+        plan = plan._replace(
+            kind=MIXED if members else IDLE_MIXED,
+            is_prefill=True,
+            batch=Batch(members),
+            prompts=tuple(batch.rows),
+            taken=(*plan.taken, *batch.taken),
+            is_partial=batch.is_partial,
+            ignored=(*plan.ignored, *batch.ignored),
+            free_blocks=self.queues.blocks.num_free,
+            free_slots=self.queues.slots.num_free,
+            target_ns=self.policy.target_ns,
+        )
+        plan = plan._replace(num_batched_tokens=plan.prompt_tokens)
+        plan = self._put_in_flight(plan, [*chosen.seqs, *batch.picked])
+        self._begin_anew()
         return plan
+
+    def _begin_anew(self) -> None:
+        """Count decode steps from here: prompts have gone."""
+        self.decode_step = 0
+        self._idle_turns = 0
 
     def _plan_prefill(self, batch: PrefillBatch, ballot: Ballot) -> StepPlan:
         picked = batch.picked
@@ -205,25 +261,22 @@ class Scheduler:
             num_batched_tokens=batch.used_tokens,
             target_ns=self.policy.target_ns,
         )
-        plan = self._with_prefixes(plan)
-        self._put_in_flight(plan, picked)
-        self.decode_step = 0
-        self._idle_turns = 0
+        plan = self._put_in_flight(plan, picked)
+        self._begin_anew()
         return plan
 
     def _next_step(self) -> int:
         self.step += 1
         return self.step
 
-    def _with_prefixes(self, plan: StepPlan) -> StepPlan:
-        """Add what prefix reuse has to be done before the step."""
+    def _put_in_flight(self, plan: StepPlan, seqs: list[Sequence]) -> StepPlan:
+        """Note a plan as made and return it, with what prefix reuse has to be done before it."""
         prefix = self.queues.prefix
-        if prefix is None:
-            return plan
-        return plan._replace(copies=prefix.take_copies(), hits=prefix.take_hits())
-
-    def _put_in_flight(self, plan: StepPlan, seqs: list[Sequence]) -> None:
+        if prefix is not None:
+            plan = plan._replace(copies=prefix.take_copies(), hits=prefix.take_hits())
         self._in_flight.append(InFlightStep(plan, seqs, self.queues.num_departed))
+        self.queues.clock.planned += plan.decodes
+        return plan
 
     def _check_progress(self, plan: StepPlan) -> None:
         """Raise when this and every later step is an empty decode although requests wait."""
@@ -289,6 +342,8 @@ class Scheduler:
         to_vote, to_any = steps_to_votes(
             plan.decode_step, config.prefill_attempt_interval, config.prefill_any_attempt_interval
         )
+        if self.decisions is not None and self.decisions.has_phase:
+            to_vote = to_any = 1  # a policy is asked at each turn in which somebody waits
         steps = foretell(queues, members, keep=self.keep)
         return Horizon(steps, to_vote, to_any, has_waiting, not (members or has_waiting))
 

@@ -1,19 +1,25 @@
-"""Runs many simulations at once, on the cores of this machine.
+"""Runs many simulations at once, on the cores of this machine or on a cluster.
 
 A simulation depends on its trace and its description alone, so what comes out does not depend on
-how many run at a time. Processes hand over what a job returns: numbers, or the name of a run that
-it saved, but no run, whose tables are large.
+where, or how many, run at a time. Processes hand over what a job returns: numbers, or the name of
+a run that it saved, but no run, whose tables are large.
 
-Read next: `search/tune.py` and `minideepinfer/simulated.py` (users).
+Read next: `executors.py` (where jobs run), `search/tune.py` and `search/lab.py` (users).
 """
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar, cast
 
 from mdi_shared.errors import MiniDeepInferError, require_int
+from mdi_sim.executors import Workers, processes
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
+
+MOST_WAIT_S = 3_600.0  # for the next of all the jobs at work to end
 
 
 def run_many(
@@ -26,17 +32,86 @@ def run_many(
     the processes are ended, whatever they are at. Raises `ConfigError` unless `jobs` is at least 1.
     """
     require_int("jobs", jobs, 1)
-    if jobs == 1 or len(tasks) < 2:
-        yield from (_named(job, name, task) for name, task in tasks)
-        return
-    from joblib import Parallel, delayed
+    with processes(min(jobs, max(len(tasks), 1))) as workers:
+        early: dict[int, Result] = {}
+        wanted = 0
+        for index, result in as_they_end(workers, _Named(job), enumerate(tasks)):
+            early[index] = result
+            while wanted in early:
+                yield early.pop(wanted)
+                wanted += 1
 
-    pool = Parallel(n_jobs=min(jobs, len(tasks)), batch_size=1, return_as="generator")
-    yield from pool(delayed(_named)(job, name, task) for name, task in tasks)
+
+def as_they_end(
+    workers: Workers,
+    job: Callable[[Task], Result],
+    tasks: Iterator[tuple[int, Task]],
+    *,
+    longest_s: float = MOST_WAIT_S,
+) -> Iterator[tuple[int, Result]]:
+    """Yield (number, `job(task)`) of each numbered task as it ends.
+
+    Tasks are asked for when there is a worker for them. Raises what a job raises, and
+    `MiniDeepInferError` when a worker dies, or no job ends for `longest_s` seconds.
+    """
+    at_work: dict[Future[_Ended[Result]], int] = {}
+    is_more = True
+    while is_more or at_work:
+        while is_more and len(at_work) < workers.at_a_time:
+            number, task = next(tasks, (-1, None))
+            is_more = task is not None
+            if task is not None:
+                at_work[workers.executor.submit(_guarded, job, task)] = number
+        done, _ = wait(at_work, timeout=longest_s, return_when=FIRST_COMPLETED)
+        if at_work and not done:
+            raise MiniDeepInferError(f"no run has ended for {longest_s:,.0f} s, the longest wait; "
+                                     "what had ended is kept")  # fmt: skip
+        for future in done:
+            yield at_work.pop(future), _result(future)
 
 
-def _named(job: Callable[[Task], Result], name: str, task: Task) -> Result:
+class _Ended(NamedTuple, Generic[Result]):
+    """What a job came to: a result, or what it raised."""
+
+    result: Result | None
+    error: Exception | None = None
+
+
+def _guarded(job: Callable[[Task], Result], task: Task) -> _Ended[Result]:
+    """Run a job where it was sent to: what it raises comes back as a value.
+
+    So whatever a future itself raises is about the worker, not about the job.
+    """
     try:
-        return job(task)
+        return _Ended(job(task))
     except MiniDeepInferError as error:
-        raise MiniDeepInferError(f"{name}: {error}") from error
+        return _Ended(None, error)
+    except Exception as error:  # noqa: BLE001 - raised again by who waits for it
+        error.add_note(f"where it ran:\n{traceback.format_exc()}")
+        return _Ended(None, error)
+
+
+def _result(future: Future[_Ended[Result]]) -> Result:
+    try:
+        ended = future.result()
+    except Exception as error:  # every executor has its own
+        said = (str(error).strip().splitlines() or ["cancelled"])[0]
+        raise MiniDeepInferError(f"a worker has died ({type(error).__name__}: {said:.200}); what "
+                                 "had ended is kept") from error  # fmt: skip
+    if ended.error is not None:
+        raise ended.error
+    return cast("Result", ended.result)
+
+
+@dataclass(frozen=True, slots=True)
+class _Named(Generic[Task, Result]):
+    """Runs a named task; an error of ours comes with its name in front."""
+
+    job: Callable[[Task], Result]
+
+    def __call__(self, named: tuple[str, Task]) -> Result:
+        name, task = named
+        try:
+            return self.job(task)
+        except MiniDeepInferError as error:
+            raise MiniDeepInferError(f"{name}: {error}") from error

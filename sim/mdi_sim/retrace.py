@@ -30,7 +30,6 @@ from mdi_shared.scheduler import Scheduler
 from mdi_sim.driver import InFlight, RankDriver, Waits
 from mdi_sim.group import Group
 from mdi_sim.outcomes import Outcomes
-from mdi_sim.source import Source
 from mdi_sim.workload import Workload
 from mdi_traces.columns import codes, ints, numbers
 from mdi_traces.recorder import NOT_YET, Launches, RankRecorder
@@ -56,20 +55,22 @@ def replay_recorded(
     config, shape = run.scheduler, run.shape
     ranks = _number_of_ranks(recorded)
     trace = recorded_requests(recorded)
+    # Each request has the rank it was served on.
     workload = Workload(trace, ranks, RoundRobin(), has_prefixes=config.enable_prefix_cache)
+    schedulers = [
+        Scheduler(config, _recorded_chunks(recorded, run), run.new_policy(),
+                  hit_margin=shape.replay_keep_tokens)
+        for _ in range(ranks)
+    ]  # fmt: skip
+    sources, _ = workload.sources(schedulers)
     env = simpy.Environment()
     group = Group(env, ranks)
     drivers = [
         _RecordedDriver(
             rank,
             group=group,
-            scheduler=Scheduler(
-                config,
-                _recorded_chunks(recorded, run),
-                run.new_policy(),
-                hit_margin=shape.replay_keep_tokens,
-            ),
-            source=Source(workload.arrivals[rank]),
+            scheduler=schedulers[rank],
+            source=sources[rank],
             outcomes=Outcomes(config=config, seed=0, accept_rate=0.0),
             recorder=RankRecorder(rank),
             request_of=_stopping_as_recorded(workload, recorded),
@@ -117,10 +118,13 @@ def _number_of_ranks(recorded: Run) -> int:
 def recorded_description(recorded: Run, policy: Policy | None = None) -> RunDescription:
     """Return the run as its metadata states it, without step times: a built-in model by its name.
 
-    `policy` stands for a scheduling policy that the metadata can only name. Raises `ConfigError`
-    when it lacks the scheduler's options.
+    Without a placement, too: each request has the rank that served it. `policy` stands for a
+    scheduling policy that the metadata can only name. Raises `ConfigError` when it lacks the
+    scheduler's options.
     """
-    stated = {name: value for name, value in recorded.metadata.config.items() if name != "cost"}
+    stated = dict(recorded.metadata.config)
+    for name in ("cost", "placement"):
+        stated.pop(name, None)
     if not isinstance(stated.get("scheduler"), dict):
         raise ConfigError("scheduler", stated.get("scheduler"),
                           "the record's metadata does not hold its options")  # fmt: skip

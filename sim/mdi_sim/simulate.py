@@ -20,7 +20,6 @@ from mdi_shared.scheduler import Scheduler
 from mdi_sim.driver import RankDriver, TimeIsUp
 from mdi_sim.group import Group
 from mdi_sim.outcomes import Outcomes
-from mdi_sim.source import make_sources
 from mdi_sim.stretch import NEVER
 from mdi_sim.workload import Workload
 from mdi_traces.hints import with_predictions
@@ -69,20 +68,24 @@ def simulate(
     group = Group(
         env, run.ranks, getattr(cost, "group", None),
         until_ns=NEVER if until_s is None else int(until_s * 1e9),
-        looks_cost=cost.host.ingress_ns_per_token > 0,
+        # Who is placed by what is seen now must be seen now, whatever is certain to come.
+        looks_cost=workload.watches or cost.host.ingress_ns_per_token > 0,
     )  # fmt: skip
     chunks = make_policy(config, run.shape, cost if chunk_cost is None else chunk_cost)
+    schedulers = [
+        Scheduler(config, chunks, run.new_policy(), hit_margin=run.shape.replay_keep_tokens)
+        for _ in range(run.ranks)
+    ]
+    sources, front = workload.sources(schedulers)
     drivers = [
         RankDriver(
-            rank, group=group, source=source,
-            scheduler=Scheduler(config, chunks, run.new_policy(),
-                                hit_margin=run.shape.replay_keep_tokens),
+            rank, group=group, scheduler=schedulers[rank], source=source,
             outcomes=Outcomes(config=config, seed=run.seed, accept_rate=run.draft_accept_rate),
             recorder=RankRecorder(rank, drafting=config.num_draft_tokens > 0),
             request_of=workload.request, shape=run.shape, cost=cost,
             fast_forward=fast_forward, on_progress=on_progress,
         )
-        for rank, source in enumerate(make_sources(workload.arrivals))
+        for rank, source in enumerate(sources)
     ]  # fmt: skip
     for driver in drivers:
         env.process(driver.run())
@@ -95,7 +98,8 @@ def simulate(
         queues = driver.scheduler.queues
         pool = (queues.blocks.num_free, queues.slots.num_free)
         driver.recorder.closed(driver.scheduler.unfinished(), pool)
-    sources = [driver.source for driver in drivers]
+    if front is not None:
+        sources.append(front)
     return build_run(
         [driver.recorder for driver in drivers], trace, _metadata(trace, run), config,
         run.shape,

@@ -7,7 +7,7 @@ what time it is.
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mdi_sim.stretch import NEVER
@@ -86,3 +86,49 @@ def make_sources(arrivals: Sequence[Arrivals]) -> list[Source]:
     sources: list[Source] = []
     sources += [Source(of_rank, sources) for of_rank in arrivals]
     return sources
+
+
+class Front(Source):
+    """Takes in all ranks' rows and gives each to a rank when it arrives, by what `place` says.
+
+    For placements that watch the ranks: `place` is asked with (row, arrival in ns) at the first
+    look of any rank at or after the arrival, when all ranks have processed the step before. So
+    which rank looks first makes no difference. `ranks` are what the drivers take their rows from.
+    """
+
+    __slots__ = ("_place", "ranks")
+
+    def __init__(
+        self, arrivals: Arrivals, num_ranks: int, place: Callable[[int, int], int]
+    ) -> None:  # fmt: skip
+        super().__init__(arrivals)
+        self._place = place
+        self.ranks = [PlacedSource(self) for _ in range(num_ranks)]
+
+    def hand_out(self, now_ns: int) -> None:
+        """Place what has arrived by now, in order of arrival."""
+        heap = self._heap
+        while heap and heap[0][0] <= now_ns:
+            time_ns, row = heapq.heappop(heap)
+            self.ranks[self._place(row, time_ns)].arrives(row, time_ns)
+
+
+class PlacedSource(Source):
+    """The rows that a `Front` has given to one rank."""
+
+    __slots__ = ("_front",)
+
+    def __init__(self, front: Front) -> None:
+        super().__init__(Arrivals())
+        self._front = front
+
+    def count_due(self, now_ns: int) -> int:
+        self._front.hand_out(now_ns)
+        return super().count_due(now_ns)
+
+    def next_ns(self) -> int:
+        """When this rank may get the next row: any rank's arrival may be placed here."""
+        return min(super().next_ns(), self._front.next_ns())
+
+    def ended(self, row: int, now_ns: int) -> None:
+        self._front.ended(row, now_ns)

@@ -1,8 +1,12 @@
 """Turns a request trace into what the drivers need: requests by row, and arrivals by rank."""
 
-from mdi_shared.placement import Placement, place_rows
+from collections.abc import Sequence
+
+from mdi_shared.placement import Placement, Placer, require_ranks
+from mdi_shared.rank_view import RankView, SchedulerState, UnseenRank
 from mdi_shared.request import Request
-from mdi_sim.source import Arrivals
+from mdi_shared.scheduler import Scheduler
+from mdi_sim.source import Arrivals, Front, Source, make_sources
 from mdi_traces.columns import codes, ints
 from mdi_traces.hints import trace_hints
 from mdi_traces.prefixes import prefix_contents
@@ -31,12 +35,43 @@ class Workload:
         self._contents = prefix_contents(trace) if has_prefixes else [None] * len(trace)
         self._think = ints(table["think_ns"], null=-1).tolist()
         self._sessions = codes(table["session_id"])[0].tolist()
-        self._ranks = place_rows(
-            placement, num_ranks, req_ids=self._req_ids, sessions=self._sessions,
-            lengths=list(zip(self._prompt_lens, self._max_tokens, strict=True)),
-            named=ints(table["rank"], null=-1).tolist(),
-        )  # fmt: skip
-        self.arrivals = self._arrivals(num_ranks)
+        self._named = ints(table["rank"], null=-1).tolist()
+        require_ranks(self._req_ids, self._named, num_ranks)
+        self._num_ranks = num_ranks
+        self._placement = placement
+
+    @property
+    def watches(self) -> bool:
+        """Whether it matters when requests are placed: the ranks are looked at then."""
+        return self._num_ranks > 1 and self._placement.watches
+
+    def sources(self, schedulers: Sequence[Scheduler]) -> tuple[list[Source], Source | None]:
+        """Return where each rank's requests come from, and whoever holds those not placed yet.
+
+        A placement that watches the ranks sees `schedulers`; another places all before the run.
+        """
+        rows = range(len(self._req_ids))
+        if not self.watches:
+            ranks = [UnseenRank() for _ in range(self._num_ranks)]
+            placer = Placer(self._placement, ranks)
+            is_one = self._num_ranks == 1
+            return make_sources(self._arrivals(
+                [0] * len(rows) if is_one else [self._place(placer, row) for row in rows]
+            )), None  # fmt: skip
+        views = [RankView(SchedulerState(scheduler)) for scheduler in schedulers]
+        placer = Placer(self._placement, views)
+
+        def place(row: int, time_ns: int) -> int:
+            rank = self._place(placer, row, time_ns)
+            views[rank].sent(self._prompt_lens[row] - self._cached_lens[row])
+            return rank
+
+        front = Front(self._arrivals([0] * len(rows))[0], self._num_ranks, place)
+        return list(front.ranks), front
+
+    def _place(self, placer: Placer, row: int, time_ns: int | None = None) -> int:
+        request, _ = self.request(row, time_ns)
+        return placer.place(request, self._named[row], self._sessions[row])
 
     def request(self, row: int, arrived_ns: int | None = None) -> tuple[Request, int | None]:
         """Build the request of a trace row, and say at which output length its model stops.
@@ -53,18 +88,21 @@ class Workload:
         )  # fmt: skip
         return request, (output_len if output_len < max_tokens else None)
 
-    def _arrivals(self, num_ranks: int) -> list[Arrivals]:
-        """Return the arrivals of each rank; a turn waits for the one before on whatever rank."""
-        by_rank = [Arrivals() for _ in range(num_ranks)]
+    def _arrivals(self, ranks: Sequence[int]) -> list[Arrivals]:
+        """Return the arrivals of each rank, given every row's rank.
+
+        A turn waits for the one before on whatever rank.
+        """
+        by_rank = [Arrivals() for _ in range(self._num_ranks)]
         last_of: dict[int, int] = {}
-        for row, rank in enumerate(self._ranks):
+        for row, rank in enumerate(ranks):
             session, think = self._sessions[row], self._think[row]
             before = last_of.get(session) if session >= 0 and think >= 0 else None
             if before is None:
                 by_rank[rank].recorded.append((self._times[row], row))
             else:
                 by_rank[rank].awaited.append(row)
-                earlier = by_rank[self._ranks[before]]
+                earlier = by_rank[ranks[before]]
                 earlier.follows[before] = (row, think)
                 if earlier is not by_rank[rank]:
                     earlier.elsewhere[row] = rank

@@ -54,7 +54,7 @@ def test_wrong_questions(fails, arguments, says):
             ("--hardware", "tpu"),
             "must be one of h100, h200, b200, b300, or a file",
         ),
-        (("--placement", "x"), "placement = 'x': must be one of round_robin"),
+        (("--placement", "x"), "placement = 'x': 'x' is not a placement; known: round_robin"),
         (("--ranks", "0"), "ranks = 0: must be at least 1"),
         (("--ranks", "3"), "ep"),  # does not divide the experts
         (("--draft-accept-rate", "2", "--set", "num_draft_tokens=1"), "must be between 0 and 1"),

@@ -10,6 +10,7 @@ from mdi_exec.engine.llm import LLM
 from mdi_exec.engine.runner import StepTokens
 from mdi_exec.numerics import Numerics
 from mdi_shared.config import SchedulerConfig
+from mdi_shared.policies import NO_POLICY, new_policy
 from mdi_shared.scheduler import Scheduler
 from tests.exec.weights import small_checkpoint
 
@@ -79,12 +80,13 @@ class FakeRunner:
         self.is_closed = True
 
 
-def fake_engine(*, seed: int = 0, **options) -> LLMEngine:
+def fake_engine(*, seed: int = 0, policy: str = NO_POLICY, **options) -> LLMEngine:
     """An engine on a made-up device; tokens are random numbers from 0 (1 is EOS) to 7."""
     defaults = {"block_size": 4, "num_blocks": 24, "max_num_seqs": 4, "max_model_len": 64,
                 "max_num_batched_tokens": 16}  # fmt: skip
     config = SchedulerConfig(**{**defaults, **options})
-    return LLMEngine(Scheduler(config), FakeRunner(seed=seed), vocab_size=8)
+    scheduler = Scheduler(config, scheduling=new_policy(policy))
+    return LLMEngine(scheduler, FakeRunner(seed=seed), vocab_size=8)
 
 
 def is_empty(engine: LLMEngine) -> bool:

@@ -44,7 +44,7 @@ class Run:
         self.plans, self.rows = watch.plans, watch.rows
 
     def prefills(self):
-        return [plan for plan in self.plans if plan.kind == "prefill"]
+        return [plan for plan in self.plans if plan.prompts]
 
     def rows_beside_golden(self):
         """Every row computed, the golden rows, and by how much their best token leads."""
@@ -129,6 +129,8 @@ WAYS = {
     "chunks of 128": {"max_num_batched_tokens": 128},
     "chunks of 61": {"max_num_batched_tokens": 61},
     "chunks of 61 without ZOS": {"max_num_batched_tokens": 61, "enable_zos": False},
+    "chunks beside decode rows": {"max_num_batched_tokens": 61, "policy": "mixed"},
+    "the same without ZOS": {"max_num_batched_tokens": 61, "policy": "mixed", "enable_zos": False},
     "scrambled blocks": {"max_num_batched_tokens": 333, "scramble": True},
 }
 
@@ -142,6 +144,9 @@ def test_every_way_of_scheduling(one_batch, files, numerics, way):
     run.check_same_bits(one_batch[numerics])
     budget = options.get("max_num_batched_tokens")
     assert any(plan.is_partial for plan in run.prefills()) == (budget is not None)
+    if "policy" in options:
+        assert any(plan.num_decoding and plan.prompts for plan in run.plans)
+        assert not any(plan.kind == "prefill" for plan in run.plans)
     most = max(LENGTHS) if way == "one at a time" else sum(LENGTHS)
     assert max(sum(plan.qs) for plan in run.prefills()) == (budget or most)
 
@@ -157,12 +162,12 @@ def test_prompts_in_chunks_of_one_token(one_batch, files, numerics):
 
 
 @modes
-@pytest.mark.parametrize("enable_zos", [True, False])
-def test_preempted_and_recomputed(one_batch, files, numerics, enable_zos):
+@pytest.mark.parametrize("way", [{}, {"enable_zos": False}, {"policy": "mixed"}], ids=str)
+def test_preempted_and_recomputed(one_batch, files, numerics, way):
     """Five blocks for prompts that need eight: some are thrown out and begin again."""
     few = {length: files[numerics][length] for length in (37, 127, 128, 129, 300)}
-    run = Run(numerics, few, steps=8, enable_zos=enable_zos, num_blocks=6,
-              max_model_len=400, max_num_batched_tokens=200)  # fmt: skip
+    run = Run(numerics, few, steps=8, num_blocks=6, max_model_len=400,
+              max_num_batched_tokens=200, **way)  # fmt: skip
     assert run.num_preempted >= 2
     again = {n for plan in run.prefills() for n in plan.full_lens} - set(few)
     assert again, "a recomputed prompt includes the tokens put out before"
@@ -177,9 +182,12 @@ def test_bounded_replay(golden, numerics):
     whole = Run(numerics, files, steps=12, replay_keep_tokens=140)
     chunked = Run(numerics, files, steps=12, replay_keep_tokens=140, enable_zos=False,
                   max_num_batched_tokens=61)  # fmt: skip
-    whole.check_against_golden()
-    chunked.check_against_golden()
-    chunked.check_same_bits(whole)
+    mixed = Run(numerics, files, steps=12, replay_keep_tokens=140, policy="mixed",
+                max_num_batched_tokens=61)  # fmt: skip
+    assert any(plan.num_decoding and plan.prompts for plan in mixed.plans)
+    for run in (whole, chunked, mixed):
+        run.check_against_golden()
+        run.check_same_bits(whole)
 
 
 # ---- how near rounded logits come to the golden data --------------------------------------------

@@ -147,6 +147,7 @@ def random_engine(dice):
         stop_preempted_request=dice.random() < 0.2,
         prefill_attempt_interval=dice.choice([1, 3, 70]),
         prefill_any_attempt_interval=dice.choice([1, 5, 100]),
+        policy=dice.choice(["fcfs", "fcfs", "mixed", "phase=mixed:budget=5", "prefill_first"]),
     )
 
 

@@ -24,8 +24,11 @@ from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.errors import GroupError
 from mdi_exec.ranks.meeting import LOOPBACK, RankAddress, join_group, lead_store
 from mdi_shared.errors import ConfigError, MiniDeepInferError
+from mdi_sim.retrace import replay_recorded
+from mdi_traces.run import load_run
 from minideepinfer.commands import last_words
 from tests.exec.engines import CHECKPOINT, SMALL
+from tests.exec.groups import llm_results
 
 PROMPTS = [[3 + i] * length for i, length in enumerate((30, 5, 9))]
 MODULE = ["-m", "minideepinfer", "generate", str(CHECKPOINT), "--max-tokens", "3", "--json",
@@ -92,6 +95,33 @@ def test_workers_and_launched_ranks_give_the_tokens_of_one_process():
     for rank, told in enumerate(sorted(said)):
         assert re.fullmatch(rf"rank {rank} of 2: \d\.\d\d GB \(weights .*\); experts .*", told)
     assert [tuple(one["token_ids"]) for one in json.loads(out)["outputs"]] == alone
+
+
+def test_a_front_places_by_what_its_ranks_say(tmp_path):
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    options = {**SMALL, "data_parallel_size": 2, "placement": "jsq", "record": tmp_path / "run"}
+    with LLM(CHECKPOINT, **options) as llm:
+        for prompt in PROMPTS:  # all ranks are empty each time
+            llm.generate([prompt], params)
+        llm.generate(PROMPTS[:2] * 2, params)  # at once: what was sent counts
+        assert [view.outstanding for view in llm.engine.rank_views] == [0, 0]
+        blocks = llm.scheduler_config.num_blocks - 1
+        assert [view.free_blocks for view in llm.engine.rank_views] == [blocks] * 2
+    run = load_run(tmp_path / "run")
+    assert run.metadata.config["placement"] == "jsq"
+    ranks = dict(zip(run.requests["req_id"], run.requests["rank"], strict=True))
+    assert [ranks[str(i)] for i in range(7)] == [0, 0, 0, 0, 1, 0, 1]
+    again = replay_recorded(run)
+    assert again.steps_table["kind"].equals(run.steps_table["kind"])
+    assert again.items_table.drop_columns("run_id").equals(run.items_table.drop_columns("run_id"))
+
+
+def test_ranks_that_torchrun_has_started_are_not_watched():
+    # A group of threads looks to an LLM as torchrun's does.
+    with pytest.raises(ConfigError) as error:
+        llm_results(2, lambda: LLM(CHECKPOINT, **SMALL, placement="jsq"))
+    says = "watches the ranks, which only an LLM that starts them can, not under torchrun"
+    assert str(error.value) == f"placement = 'jsq': {says}"
 
 
 def check_stop_and_close(llm, output):

@@ -45,6 +45,7 @@ def alone():
             {"enable_zos": False, "max_num_batched_tokens": 50, "exchange": "all_to_all"},
         ),
         (2, "float32", PRESSED),
+        (2, "float32", {"max_num_batched_tokens": 50, "policy": "mixed"}),
         (2, "quantised", {**PRESSED, "enable_zos": False, "exchange": "all_to_all"}),
         (4, "float32", {"max_num_batched_tokens": 50}),
         (
@@ -126,7 +127,7 @@ def test_require_equal_names_the_rank_that_differs():
         ({"data_parallel_size": 0}, "must be at least 1"),
         ({"data_parallel_size": 2, "expert_parallel_size": 4}, "must equal the number of ranks"),
         ({"expert_parallel_size": 2}, "must equal the number of ranks"),
-        ({"placement": "least_luck"}, "must be one of round_robin, least_tokens, least_kv"),
+        ({"placement": "least_luck"}, "is not a placement; known: round_robin, random"),
         ({"group_port": 70_000}, "must be from 0 to 65535"),
         ({"group_timeout_s": 0}, "must be above 0 and at most 1,000,000 s"),
     ],

@@ -30,6 +30,7 @@ PARAMETERS = {
     "two_lanes": "threshold=8,bound_s=0.1", "vtc": "predict=1,weights=a:2", "sjf": "sigma=1",
     "priority": "aging_s=0.1", "past_future": "alpha=0.3,reserve=0.1", "srpt": "tau=0.5",
     "watermark": "share=0.5", "qoe": "ttft_s=0.01,horizon_s=0.1", "sjf_decay": "rate=100",
+    "mixed": "budget=6",
 }  # fmt: skip
 
 
@@ -42,6 +43,16 @@ def named(rng: random.Random, names: list[str]) -> str:
     name = rng.choice(names)
     has_own = name in PARAMETERS and rng.random() < 0.7
     return f"{name}:{PARAMETERS[name]}" if has_own else name
+
+
+def fitting(config: SchedulerConfig, spec: str) -> SchedulerConfig:
+    """Return the options with what mixed steps need, if the policy has such."""
+    policy = policy_from_spec(spec)
+    if not policy.mixes:
+        return config
+    budget = max(config.token_budget, policy.budget)
+    return replace(config, num_draft_tokens=0, context_parallel_size=1, chunked_prefill=True,
+                   max_num_batched_tokens=budget)  # fmt: skip
 
 
 def specification(rng: random.Random) -> str:
@@ -63,7 +74,8 @@ def schedule(seed: int) -> tuple[Workload, str, int]:
     if len(workload.scripts) == 1 and rng.random() < REPEAT_SHARE:
         repeat = rng.randint(2, 30)
         workload = replace(workload, config=replace(workload.config, num_draft_tokens=0))
-    return workload, specification(rng), repeat
+    spec = specification(rng)
+    return replace(workload, config=fitting(workload.config, spec)), spec, repeat
 
 
 def most_steps(workload: Workload, num_preempted: int) -> int:

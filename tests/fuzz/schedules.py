@@ -2,9 +2,10 @@
 
 One rank and groups, aborts, preemption, asynchronous scheduling, drafts, context parallelism,
 chunking on and off, checkpoints, cost targets, steps taken many at once, default and strict mode.
-Every invariant of the scheduler is checked after every turn. In default mode each run must end with
-all requests answered once and all memory back; in strict mode it may instead end with the
-production engine's deadlock or its own check, and what an abort has lost must be accounted for.
+Every invariant of the scheduler is checked after every turn, and that a driver who knows only the
+plans has the block tables of the core. In default mode each run must end with all requests answered
+once and all memory back; in strict mode it may instead end with the production engine's deadlock or
+its own check, and what an abort has lost must be accounted for.
 """
 
 import random

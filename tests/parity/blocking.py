@@ -72,12 +72,13 @@ class Exchange:
 class BlockingRank:
     """One rank: `run` blocks until everything is served."""
 
-    def __init__(self, rank, *, scheduler, sources, devices, exchange, recorder, parts):
+    def __init__(self, rank, *, scheduler, sources, devices, exchange, recorder, parts, front):
         self.rank = rank
         self.scheduler = scheduler
         self.sources = sources
         self.devices = devices
         self.exchange = exchange
+        self.front = front
         self.recorder = recorder
         self.request_of, self.outcomes, self.shape, self.cost = parts
         self.now = 0
@@ -119,6 +120,11 @@ class BlockingRank:
 
     def poll(self):
         self.polled, self.waited = self.now, 0
+        if self.front is not None:
+            # All have processed the step before: whoever comes first places for everybody.
+            latest = max(self.exchange.gather(self.rank, self.now))
+            with self.devices.lock:
+                self.front.hand_out(latest)
         requests = []
         for row in self.sources[self.rank].take(self.now):
             request, stop = self.request_of(row, self.sources[self.rank].arrived_ns.get(row))

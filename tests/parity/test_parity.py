@@ -19,12 +19,11 @@ from mdi_shared.cost.linear import PREFILL_TERMS, DecodeTerms, LinearCost, Prefi
 from mdi_shared.cost.roofline import RooflineCost
 from mdi_shared.cost.shape import TINY
 from mdi_shared.cost.step_cost import ConstantCost, HostCost
-from mdi_shared.placement import RoundRobin
+from mdi_shared.placement import new_placement
 from mdi_shared.policies import NO_POLICY, new_policy
 from mdi_shared.scheduler import Scheduler
 from mdi_sim.outcomes import Outcomes
 from mdi_sim.simulate import RAN_DRY, simulate
-from mdi_sim.source import Source
 from mdi_sim.workload import Workload
 from mdi_traces.check import check_run
 from mdi_traces.hints import with_predictions
@@ -43,21 +42,21 @@ HOST = HostCost(
 MS = 1_000_000
 
 
-def blocking_run(trace, config, cost, ranks, seed=0, policy=NO_POLICY):
+def blocking_run(trace, config, cost, ranks, seed=0, policy=NO_POLICY, placement="round_robin"):
     """The blocking driver's counterpart of `simulate`."""
     trace = with_predictions(trace, policy)
-    workload = Workload(trace, ranks, RoundRobin())
-    sources = [Source(arrivals) for arrivals in workload.arrivals]
+    workload = Workload(trace, ranks, new_placement(placement))
     devices, exchange = FakeDevices(ranks), Exchange(ranks)
     drafting = config.num_draft_tokens > 0
     recorders = [RankRecorder(rank, drafting=drafting) for rank in range(ranks)]
     schedulers = [
         Scheduler(config, make_policy(config, TINY, cost), new_policy(policy)) for _ in range(ranks)
     ]
+    sources, front = workload.sources(schedulers)
     run_threads([
         BlockingRank(
             rank, scheduler=schedulers[rank], sources=sources, devices=devices,
-            exchange=exchange, recorder=recorders[rank],
+            exchange=exchange, recorder=recorders[rank], front=front,
             parts=(
                 workload.request, Outcomes(config=config, seed=seed, accept_rate=0.7), TINY, cost,
             ),

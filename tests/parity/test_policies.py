@@ -2,6 +2,7 @@
 
 import random
 import zlib
+from dataclasses import replace
 from functools import partial
 
 import hypothesis.strategies as st
@@ -15,7 +16,7 @@ from mdi_sim.retrace import replay_recorded
 from mdi_sim.simulate import simulate
 from mdi_traces.check import check_run
 from mdi_traces.requests import RequestTrace, put_column
-from tests.fuzz.policies import Plain, specification
+from tests.fuzz.policies import Plain, fitting, specification
 from tests.parity.test_parity import HOST, assert_same_run, blocking_run, configs, traces
 
 
@@ -32,13 +33,14 @@ def hinted(trace):
     return RequestTrace(table, trace.metadata)
 
 
-specs = st.integers(0, 10**6).map(lambda seed: specification(random.Random(seed)))
+phases = st.sampled_from(["mixed", "phase=mixed:budget=20", "prefill_first", "decode_first"])
+specs = st.integers(0, 10**6).map(lambda seed: specification(random.Random(seed))) | phases
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(traces.map(hinted), configs(), specs, st.sampled_from([1, 1, 3]))
 def test_two_drivers_make_the_same_run(trace, config, spec, ranks):
-    cost = RooflineCost(H200, TINY, host=HOST)
+    cost, config = RooflineCost(H200, TINY, host=HOST), fitting(config, spec)
     run = partial(simulate, trace, scheduler=config, cost=cost, shape=TINY, ranks=ranks,
                   policy=spec)  # fmt: skip
     found = run()
@@ -50,8 +52,7 @@ def test_two_drivers_make_the_same_run(trace, config, spec, ranks):
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(traces.map(hinted), configs(), specs)
 def test_a_run_replayed_by_its_metadata_makes_the_same_plans(trace, config, spec):
-    if config.num_draft_tokens:  # a replay accepts none
-        return
+    config = replace(fitting(config, spec), num_draft_tokens=0)  # a replay accepts none
     found = simulate(trace, scheduler=config, shape=TINY, ranks=1, policy=spec, fast_forward=False)
     assert found.metadata.config["policy"] == spec
     again = replay_recorded(found)

@@ -23,9 +23,8 @@ class PrefixDevice:
         self.plans: deque[StepPlan] = deque()
         self.hits, self.num_copies = {}, 0
         self.commit = scheduler.commit
-        plan_prefill, plan_decode = scheduler._plan_prefill, scheduler.plan_decode
-        scheduler._plan_prefill = lambda *args: self.note(plan_prefill(*args))
-        scheduler.plan_decode = lambda *args: self.note(plan_decode(*args))
+        put_in_flight = scheduler._put_in_flight
+        scheduler._put_in_flight = lambda *args: self.note(put_in_flight(*args))
         scheduler.commit = self.run_and_commit
 
     def contents_of(self, seq_id, prompt):

@@ -105,6 +105,7 @@ class ScriptedRank:
         self.stops = stops or {}  # request name -> output length at which it says end of sequence
         self.output_len: dict[str, int] = {}
         self.repeat = repeat  # most steps taken per launch
+        self.tables: dict[int, list[int]] = {}  # of blocks, by sequence id
         self.flights: deque[tuple[StepPlan, int]] = deque()
         self.names: dict[int, str] = {}
         self.arrived_ns: dict[str, int] = {}
@@ -163,8 +164,19 @@ class ScriptedRank:
             self.flights.popleft()  # processed with the next one, whose tokens depend on it
             for seq_id in effect.plan.seq_ids:
                 self.output_len[self.names[seq_id]] += 1
+        if self.repeat == 1:
+            self._keep_tables(effect.plan)
         self.turns.append(Turn(effect.plan, self.names, taken=taken))
         return taken
+
+    def _keep_tables(self, plan: StepPlan) -> None:
+        """Keep block tables as a driver does, by what plans say alone; they must be the core's."""
+        live = self.scheduler.queues.live
+        for item in plan.items:
+            table = self.tables.setdefault(item.seq_id, [])
+            table[item.num_blocks - len(item.new_blocks) :] = item.new_blocks
+            name = self.names[item.seq_id]
+            assert table == live[name].block_table, f"{name}: another table, step {plan.step}"
 
     def _certain(self, effect: Launch) -> int:
         """How many steps a driver that knows the script may take at once."""

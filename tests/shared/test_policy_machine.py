@@ -23,6 +23,7 @@ COMBINED = (
     "order=srpt+admit=past_future+victim=newest+max_wait_s=0.05",
     "order=lcfs+admit=wait:threshold=3,width=4+victim=least_computed",
     "vtc+admit=conservative+victim=cost_aware",
+    "order=srpt+phase=mixed:budget=6+victim=newest",
 )
 SPECS = [f"{name}:{PARAMETERS[name]}" if name in PARAMETERS else name for name in POLICIES]
 

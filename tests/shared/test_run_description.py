@@ -17,6 +17,8 @@ from mdi_shared.cost.step_cost import ConstantCost, HostCost
 from mdi_shared.describe_run import describe_run
 from mdi_shared.errors import ConfigError
 from mdi_shared.placement import LeastKV
+from mdi_shared.rank_view import UnseenRank
+from mdi_shared.request import Request
 from mdi_shared.run_description import RunDescription
 from mdi_shared.run_notes import run_notes
 from mdi_shared.served import Served
@@ -105,7 +107,8 @@ def test_a_description_can_be_changed():
 def test_a_placement_of_the_callers_begins_anew_in_each_run():
     own = LeastKV()
     run = describe_run(shape="tiny", placement=own)
-    assert run.new_placement().place(5, 5, 2) == run.new_placement().place(5, 5, 2) == 0
+    request, ranks = Request(req_id="r", prompt_len=5), [UnseenRank()] * 2
+    assert [run.new_placement().place(request, ranks) for _ in range(2)] == [0, 0]
     assert run.to_json()["placement"] == "LeastKV"
 
 
@@ -118,7 +121,7 @@ def test_a_placement_of_the_callers_begins_anew_in_each_run():
         ({"ranks": 2.0}, "ranks = 2.0: must be an int, at least 1"),
         ({"seed": -1}, "seed = -1: must be at least 0"),
         ({"policy": "sprt"}, "policy = 'sprt': 'sprt' is not a policy; known: fcfs, "),
-        ({"placement": "x"}, "placement = 'x': must be one of round_robin"),
+        ({"placement": "x"}, "placement = 'x': 'x' is not a placement; known: round_robin, random"),
         ({"draft_accept_rate": 2.0}, "must be between 0 and 1"),
         ({"until_s": 0.0}, "until_s = 0.0: must be above 0"),
         ({"cost": "nothing"}, "must be a file FILE.json, or one of h200-flash-slice, h200-tiny"),

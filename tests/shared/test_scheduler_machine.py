@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from mdi_shared.plan import StepResult
 from mdi_shared.policies import NO_POLICY, new_policy
 from mdi_shared.scheduler import Scheduler
+from tests.fuzz.policies import fitting
 from tests.shared.script import TOKEN, request, toy
 
 EOS = 1
@@ -34,7 +35,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             "max_num_seqs": seats, "stop_preempted_request": stop,
             "prefill_any_attempt_interval": 1_000,
         }  # fmt: skip
-        self.config = toy(**(drawn | self.options))
+        self.config = fitting(toy(**(drawn | self.options)), self.policy)
         self.scheduler = Scheduler(self.config, scheduling=new_policy(self.policy))
         self.flights = []
         self.live = {}

@@ -32,6 +32,7 @@ BREAKS = [
     ("steps_have_no_gaps", "steps", 1, dict(steps={1: {"step": 2}})),
     ("steps_have_no_gaps", "steps", 4, dict(steps={4: {"step": 3}})),
     ("ranks_agree_on_phase", "steps", 2, dict(steps={7: {"kind": "idle_prefill"}}, ranks=2)),
+    ("ranks_agree_on_phase", "steps", 2, dict(steps={7: {"kind": "idle_mixed"}}, ranks=2)),
     ("padding_only_adds", "steps", 2, dict(steps={2: {"n_tokens_padded": 1}})),
     ("memory_returns", "steps", 4, dict(left=(8, 4))),
     ("memory_returns", "steps", 4, dict(left=(9, 3))),

@@ -202,8 +202,8 @@ def test_wrong_kind_newer_schema_and_foreign_file(table, tmp_path):
     write_parquet(path, table, META)
     with pytest.raises(TraceError, match="holds a requests table, but a steps table is wanted"):
         read_table(path, "steps")
-    _write_raw(path, table, META.to_json().replace('"schema_version": 3', '"schema_version": 9'))
-    with pytest.raises(TraceError, match="schema version 9 is newer than 3"):
+    _write_raw(path, table, META.to_json().replace('"schema_version": 4', '"schema_version": 9'))
+    with pytest.raises(TraceError, match="schema version 9 is newer than 4"):
         read_table(path, "requests")
     _write_raw(path, table, None)
     with pytest.raises(TraceError, match="no mini-deepinfer metadata"):

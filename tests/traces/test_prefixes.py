@@ -84,6 +84,14 @@ def test_sessions_without_ids_share_what_a_turn_says_was_cached():
     assert ints(made.table["cached_len"]).tolist() == [0, 0, 0], "the cache must have it"
 
 
+def test_a_turn_begins_with_the_turn_before_where_nothing_else_is_said():
+    trace = trace_of([300, 400, 600, 200], [100, 1, 5, 9], sessions=["a", "a", "a", "a"])
+    first, second, third, fourth = lists(trace)
+    assert shared(first, second) == 3
+    assert shared(second, third) == 3
+    assert shared(third, fourth) == 0, "shorter than the turn before"
+
+
 def test_what_was_made_once_stays():
     trace = trace_of([1100, 1600], [10, 10], ids=[[7, 8, 9], [7, 8, 5, 6]], stated=512)
     once = with_prefix_ids(trace, 128)

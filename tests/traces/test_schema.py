@@ -59,7 +59,7 @@ def test_metadata_round_trip():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema_version": SCHEMA_VERSION + 1}, "newer than 3, the newest this version reads"),
+        ({"schema_version": SCHEMA_VERSION + 1}, "newer than 4, the newest this version reads"),
         ({"schema_version": None}, "no schema_version"),
         ({"schema_version": 0}, "schema version 0"),
         ({"clock": "sundial"}, "clock = 'sundial'; allowed: virtual, monotonic, none"),

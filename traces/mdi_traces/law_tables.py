@@ -14,7 +14,8 @@ from mdi_traces.columns import Bools, Ints, bools, codes, ints, valid_rows
 from mdi_traces.run import Run
 from mdi_traces.schema import ITEMS, STEPS
 
-_PHASES = {"prefill": 0, "idle_prefill": 0, "decode": 1, "idle_decode": 1}  # flush has none
+_PHASES = {"prefill": 0, "idle_prefill": 0, "decode": 1, "idle_decode": 1,
+           "mixed": 2, "idle_mixed": 2}  # fmt: skip  # flush has none
 _COMPLETED = ("stop", "length")
 _MAX_STEPS = 2**40  # a rank and a step number share one sort key
 
@@ -67,7 +68,7 @@ class Tables:
 
     @cached_property
     def phase(self) -> Ints:
-        """0 for prefill steps, 1 for decode steps, -1 for a flush."""
+        """0 for prefill steps, 1 for decode steps, 2 for mixed ones, -1 for a flush."""
         index, names = codes(self.run.steps_table["kind"])
         phases = np.array([_PHASES.get(name, -1) for name in names], dtype=np.int64)
         return phases[index] if len(index) else index
@@ -106,6 +107,26 @@ class Tables:
         order = np.argsort(keys, kind="stable")
         place = np.minimum(np.searchsorted(keys[order], wanted), len(keys) - 1)
         return np.where(keys[order][place] == wanted, order[place], -1)
+
+    @cached_property
+    def prompt_items(self) -> Bools:
+        """Items that run a prompt.
+
+        In a mixed step, those that do not go on right behind a row that was to give a token.
+        """
+        known = self.item_step >= 0
+        phase = np.full(len(known), -1)
+        phase[known] = self.phase[self.item_step[known]]
+        request, k, cached = self.item_request, self.ints(ITEMS, "k"), self.ints(ITEMS, "cached")
+        order = np.lexsort((self.ints(ITEMS, "step"), request))
+        goes_on = np.zeros(len(known), dtype=bool)
+        goes_on[order[1:]] = (
+            (request[order[1:]] == request[order[:-1]])
+            & (cached[order[1:]] == k[order[:-1]])
+            & self.item_flags("is_last_chunk")[order[:-1]]
+        )
+        prompts: Bools = (phase == 0) | ((phase == 2) & ~goes_on)
+        return prompts
 
     def per_step(self, values: Ints) -> Ints:
         """Sum a value of the items over the rows of the step table."""

@@ -16,7 +16,7 @@ import numpy as np
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.errors import ConfigError
 from mdi_traces.columns import Bools, Ints
-from mdi_traces.law_tables import Broken, Tables, Untestable, sums
+from mdi_traces.law_tables import Broken, Tables, Untestable
 from mdi_traces.schema import ITEMS, REQUESTS, STEPS
 
 
@@ -104,17 +104,19 @@ def steps_have_no_gaps(t: Tables) -> Broken | None:
 
 
 def ranks_agree_on_phase(t: Tables) -> Broken | None:
-    """At one step number all ranks run a prefill, or all run a decode; a flush has no phase."""
+    """At one step number all ranks prefill, decode, or do both; a flush has no phase."""
     rows = np.flatnonzero(t.phase >= 0)
     step, phase = t.ints(STEPS, "step")[rows], t.phase[rows]
     numbers, place = np.unique(step, return_inverse=True)
-    decodes = sums(place, phase, len(numbers))
-    split = (decodes > 0) & (decodes < np.bincount(place, minlength=len(numbers)))
+    least, most = np.full(len(numbers), 2), np.zeros(len(numbers), dtype=np.int64)
+    np.minimum.at(least, place, phase)
+    np.maximum.at(most, place, phase)
+    split = least < most
     if not split.any():
         return None
     row = int(rows[np.flatnonzero(split[place])].min())
-    return Broken(STEPS, row, f"at step {t.ints(STEPS, 'step')[row]} some ranks prefill while "
-                  "others decode")  # fmt: skip
+    return Broken(STEPS, row, f"at step {t.ints(STEPS, 'step')[row]} ranks run steps of different "
+                  "kinds")  # fmt: skip
 
 
 def padding_only_adds(t: Tables) -> Broken | None:
@@ -198,12 +200,9 @@ def prompt_tokens_are_computed(t: Tables) -> Broken | None:
     q = t.ints(ITEMS, "q")
     if (t.completed & ~t.valid("n_recomputed_tokens")).any():
         raise Untestable(REQUESTS, "n_recomputed_tokens was not recorded")
-    on_record = t.item_step >= 0
-    prefill = np.zeros(len(q), dtype=bool)
-    prefill[on_record] = t.phase[t.item_step[on_record]] == 0
     due = t.ints(REQUESTS, "prompt_len") - t.ints(REQUESTS, "cached_len")
     due = due - t.ints(REQUESTS, "hit_tokens") + t.ints(REQUESTS, "n_recomputed_tokens")
-    computed = t.per_request(np.where(prefill, q, 0))
+    computed = t.per_request(np.where(t.prompt_items, q, 0))
     return _equal(
         t, REQUESTS, ("the number of prefill rows", computed),
         ("prompt_len - cached_len - hit_tokens + n_recomputed_tokens", due), t.completed,

@@ -28,8 +28,9 @@ def with_prefix_ids(trace: RequestTrace, block_size: int) -> RequestTrace:
     A full block has an id where its content is known: a last, partial block of the trace is left
     out, for what a longer prompt has there it does not say. The output of a turn is taken to be in
     the next one's prompt if that begins with this one's. Without ids, turns of a session have in
-    common what `cached_len` of the later one says, and requests outside sessions nothing. That
-    another cache had those tokens is not granted: ours must.
+    common what `cached_len` of the later one says; where it is 0 throughout, a turn is taken to
+    begin with all of the turn before, if it is as long. Requests outside sessions share nothing.
+    That another cache had those tokens is not granted: ours must.
 
     Raises `ConfigError` for block sizes that do not divide each other.
     """
@@ -115,14 +116,17 @@ def _lengths(trace: RequestTrace) -> list[int]:
 def _from_sessions(trace: RequestTrace, block_size: int) -> Iterator[Ids]:
     """Number blocks anew but for what a turn has in common with the one before."""
     known = _Numbers()
-    cached = ints(trace.table["cached_len"]).tolist()
+    cached, prompts = (ints(trace.table[name]).tolist() for name in ("cached_len", "prompt_len"))
+    is_said = any(cached)
     last: dict[int, Ids] = {}
+    ends: dict[int, int] = {}
     sessions = codes(trace.table["session_id"])[0].tolist()
     for row, (session, tokens) in enumerate(zip(sessions, _lengths(trace), strict=True)):
-        before = last.get(session, []) if session >= 0 else []
-        out = before[: cached[row] // block_size]
+        before, end = (last.get(session, []), ends.get(session, 0)) if session >= 0 else ([], 0)
+        common = cached[row] if is_said else end if end <= prompts[row] else 0
+        out = before[: common // block_size]
         while len(out) < tokens // block_size:
             out.append(known.after(out[-1] if out else -1, row))
         if session >= 0:
-            last[session] = out
+            last[session], ends[session] = out, tokens
         yield out

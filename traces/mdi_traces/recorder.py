@@ -19,6 +19,7 @@ from mdi_shared.vote import ALL, ANY, NONE
 
 VOTES = (NONE, ALL, ANY)
 NOT_YET = -1
+_VOTE_CODES = {rule: code for code, rule in enumerate(VOTES)}
 _KIND_CODES = {kind: code for code, kind in enumerate(STEP_KINDS)}
 
 
@@ -45,9 +46,9 @@ class Launches(NamedTuple):
 # Entries of several integers each, by the array that holds them; names in the order of storage.
 FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "stretches": (
-        "row", "kind", "step", "decode_step", "want", "n_items", "rows_each", "n_tokens_padded",
-        "n_chunked", "n_finished", "n_ignored", "n_preempted", "target_ns", "shift",
-        "free_blocks", "free_slots", "n_restored", "n_saved",
+        "row", "kind", "step", "decode_step", "vote", "want", "n_items", "rows_each",
+        "n_tokens_padded", "n_chunked", "n_finished", "n_ignored", "n_preempted", "target_ns",
+        "shift", "free_blocks", "free_slots", "n_restored", "n_saved",
         *Launches._fields, "n_wanting",
     ),
     "prompts": ("row", "seq_id", "q", "k"),
@@ -130,18 +131,17 @@ class RankRecorder:
         entries, row, size = self.entries, self.num_launched, len(plan.batch.members)
         restored = sum(copy.to_slot for copy in plan.copies)
         entries["stretches"].extend((
-            row, _KIND_CODES[plan.kind], plan.step, plan.decode_step, plan.want, size,
-            plan.rows_each, plan.num_batched_tokens, plan.is_partial, len(plan.finished),
-            len(plan.ignored), len(plan.preempted), plan.target_ns, plan.shift, plan.free_blocks,
-            plan.free_slots, restored, len(plan.copies) - restored, *times, 0,
+            row, _KIND_CODES[plan.kind], plan.step, plan.decode_step, _VOTE_CODES[plan.vote],
+            plan.want, size, plan.rows_each, plan.num_batched_tokens, plan.is_partial,
+            len(plan.finished), len(plan.ignored), len(plan.preempted), plan.target_ns, plan.shift,
+            plan.free_blocks, plan.free_slots, restored, len(plan.copies) - restored, *times, 0,
         ))  # fmt: skip
         self.num_launched += count
         for seq_id in plan.preempted:
             self.requests[seq_id].n_preempt += 1
-        if plan.is_prefill:
-            self._note_hits(plan)
-            self._note_prefill(plan, row, times.t_sched)
-        else:
+        self._note_hits(plan)
+        self._note_prompts(plan, row, times.t_sched)
+        if plan.decodes:
             if plan.joined or plan.left:
                 self._note_stays(plan)
             self._num_decodes += count
@@ -240,8 +240,11 @@ class RankRecorder:
             if log.t_first_sched == NOT_YET:  # a preempted one finds what it left itself
                 log.hit_tokens, log.known_tokens = tokens, known
 
-    def _note_prefill(self, plan: StepPlan, row: int, now_ns: int) -> None:
-        for member, (q, k, _) in zip(plan.batch.members, plan.prompts, strict=True):
+    def _note_prompts(self, plan: StepPlan, row: int, now_ns: int) -> None:
+        if not plan.prompts:
+            return
+        members = plan.batch.members[plan.num_decoding :]
+        for member, (q, k, _) in zip(members, plan.prompts, strict=True):
             self.entries["prompts"].extend((row, member.seq_id, q, k))
             log = self.requests[member.seq_id]
             if log.t_first_sched == NOT_YET:

@@ -44,7 +44,8 @@ _STEP_ROWS: list[_Row] = [
     ("step", _I64, False, "index", "engine step number of the rank, without gaps"),
     *_same("rank dp ep cp", _I16, "index", rank="global rank", dp="data-parallel rank",
            ep="expert-parallel rank", cp="context-parallel rank"),
-    ("kind", _LABEL, False, "", "prefill, decode, idle_prefill, idle_decode or flush"),
+    ("kind", _LABEL, False, "", "prefill, decode, mixed, idle_prefill, idle_decode, idle_mixed or "
+     "flush"),
     ("source", _LABEL, False, "", "runtime or simulator"),
     *_same("t_sched t_launch t_dev_start t_dev_end t_done", _I64, "ns",
            t_sched="planning began, since run start", t_launch="handed to the device",
@@ -94,7 +95,8 @@ _STEP_ROWS: list[_Row] = [
     ("cpu_prep_ms", _F32, True, "ms", "host: laying out the step's inputs, before t_launch"),
     ("cpu_launch_ms", _F32, True, "ms", "host: giving the work to the device, after t_launch"),
     ("gap_ms", _F32, True, "ms", "the device was idle before this step; null = the first"),
-    # Since version 4; null without prefix reuse and in older files.
+    # Since version 4; null in older files, and what prefix reuse copies without that.
+    ("n_prompt_rows", _I32, True, "rows", "of n_tokens those of prompts; the others decode"),
     ("n_restored", _I32, True, "tails", "copied to slots before the step, for prefix hits"),
     ("n_saved", _I32, True, "tails", "copied from slots before the step, to be found later"),
 ]  # fmt: skip
@@ -180,10 +182,14 @@ SCHEMAS: Mapping[str, pa.Schema] = MappingProxyType(
 # Columns that older files lack, by the version that brought them: read as null.
 ADDED_COLUMNS: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
-        STEPS: dict.fromkeys(("ingress_ms", "cpu_prep_ms", "cpu_launch_ms", "gap_ms"), 2)
-        | dict.fromkeys(("n_restored", "n_saved"), 4),
-        REQUESTS: dict.fromkeys(("client", "deadline_ns", "predicted_len"), 3)
-        | dict.fromkeys(("hit_tokens", "known_tokens"), 4),
+        STEPS: {
+            **dict.fromkeys(("ingress_ms", "cpu_prep_ms", "cpu_launch_ms", "gap_ms"), 2),
+            **dict.fromkeys(("n_prompt_rows", "n_restored", "n_saved"), 4),
+        },
+        REQUESTS: {
+            **dict.fromkeys(("client", "deadline_ns", "predicted_len"), 3),
+            **dict.fromkeys(("hit_tokens", "known_tokens"), 4),
+        },
     }
 )
 

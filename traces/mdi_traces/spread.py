@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mdi_shared.cost.shape import ModelShape
 from mdi_shared.cost.work import StepWork
-from mdi_shared.plan import DECODE, IDLE_DECODE, STEP_KINDS
+from mdi_shared.plan import DECODE, IDLE_DECODE, IDLE_MIXED, MIXED, STEP_KINDS
 from mdi_traces.columns import Bools, Ints
 from mdi_traces.decode_sums import decode_columns
 from mdi_traces.recorder import FIELDS, LANDING_FIELDS, MEASURED_FIELDS, NOT_YET, RankRecorder
@@ -131,8 +131,8 @@ class RankSteps:
 
     @cached_property
     def decode_rows(self) -> Ints:
-        """The rows of decode steps, in order."""
-        return np.flatnonzero(self.is_kind(DECODE, IDLE_DECODE))
+        """The rows of steps in which whoever runs decodes, in order."""
+        return np.flatnonzero(self.is_kind(DECODE, IDLE_DECODE, MIXED, IDLE_MIXED))
 
     @cached_property
     def _decode_shift(self) -> Ints:
@@ -171,9 +171,9 @@ class RankSteps:
         part = slice(*np.searchsorted(prompts["row"], (first, stop)))
         seq, k, ordinals = self._decode_items(*np.searchsorted(self.decode_rows, (first, stop)))
         rows = self.decode_rows[ordinals]
-        step_row = np.concatenate((prompts["row"][part], rows))
-        q = np.concatenate((prompts["q"][part], self.per_step("rows_each")[rows]))
-        seq, k = (np.concatenate((prompts[name][part], values))
+        step_row = np.concatenate((rows, prompts["row"][part]))  # in mixed steps prompts come last
+        q = np.concatenate((self.per_step("rows_each")[rows], prompts["q"][part]))
+        seq, k = (np.concatenate((values, prompts[name][part]))
                   for name, values in (("seq_id", seq), ("k", k)))  # fmt: skip
         order = _by_step(step_row - first)
         step_row, q, seq, k = (values[order] for values in (step_row, q, seq, k))

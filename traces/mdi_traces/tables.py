@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.cost.shape import ModelShape
-from mdi_shared.plan import DECODE, IDLE_DECODE, IDLE_PREFILL, PREFILL, STEP_KINDS
+from mdi_shared.plan import DECODE, IDLE_DECODE, STEP_KINDS
 from mdi_shared.request import NOT_ARRIVED
-from mdi_shared.vote import NONE, rule_at
+from mdi_shared.vote import ALL, NONE, rule_at
 from mdi_traces import recorder as rec
 from mdi_traces.columns import Bools, Ints, flags, ints, numbers, texts
 from mdi_traces.recorder import NOT_YET, RankRecorder, RequestLog
@@ -84,16 +84,16 @@ def build_run(
 
 def _steps(rank: RankSteps, metadata: Metadata, config: SchedulerConfig, run_id: str) -> pa.Table:
     step, work, graph_size = rank.times(), rank.works(), rank.measured[:, 1]
-    is_prefill = rank.is_kind(PREFILL, IDLE_PREFILL)
     decoding, repetition = rank.is_kind(DECODE, IDLE_DECODE), rank.repetition
     decode_step = rank.per_step("decode_step") + np.where(decoding, repetition, 0)
-    vote = _votes(decode_step, config)
+    vote = _votes(rank, decode_step, config)
     wants = (vote != rec.VOTES.index(NONE)) & (repetition <= rank.per_step("n_wanting"))
     want = np.where(repetition == 0, rank.per_step("want") == 1, wants)
     gpu_ms = (step["t_dev_end"] - step["t_dev_start"]) / _MS
     sample_ms = rank.measured[:, 0] / _MS
     rows, target = work["rows"], rank.per_step("target_ns", first_only=True)
-    padded = np.where(is_prefill, rank.per_step("n_tokens_padded"), np.maximum(rows, graph_size))
+    padded = np.where(decoding, np.maximum(rows, graph_size), rank.per_step("n_tokens_padded"))
+    prompt_rows = rank.counted("prompts", "q")
     values: dict[str, Any] = {
         **step, **work,  # most are stored under the names of their columns
         **{name: rank.pool(name) for name in rec.POOL_FIELDS},
@@ -109,8 +109,8 @@ def _steps(rank: RankSteps, metadata: Metadata, config: SchedulerConfig, run_id:
         "cpu_sched_ms": (step["t_planned"] - step["t_sched"] - step["wait_ns"]) / _MS,
         "cpu_proc_ms": step["process_ns"] / _MS, "wait_ms": step["wait_ns"] / _MS,
         "n_tokens": rows, "n_tokens_padded": padded, "n_consumer_rows": work["consumer_rows"],
-        "n_cached": np.where(is_prefill, work["sum_k"] - rows, 0),
-        "n_draft_rows": np.where(is_prefill, 0, rows - work["n_seqs"]),
+        "n_cached": rank.counted("prompts", "k") - prompt_rows, "n_prompt_rows": prompt_rows,
+        "n_draft_rows": np.where(decoding, rows - work["n_seqs"], 0),
         "graph_size": graph_size, "decode_step": decode_step,
         "vote": _labels(vote, rec.VOTES),
         "want": flags(want),
@@ -148,8 +148,14 @@ def _host_times(rank: RankSteps, step: dict[str, Ints]) -> dict[str, pa.Array]:
     return {name: numbers(ns / _MS, pa.float32(), valid) for name, (ns, valid) in columns.items()}
 
 
-def _votes(decode_step: Ints, config: SchedulerConfig) -> Ints:
-    """The voting rule of each step; the few distinct counters are looked up once."""
+def _votes(rank: RankSteps, decode_step: Ints, config: SchedulerConfig) -> Ints:
+    """The voting rule of each step; the few distinct counters are looked up once.
+
+    A policy that is asked at each turn has one rule, other than that of a vote at the very start.
+    """
+    first = rank.entries["stretches"]["vote"][:1]
+    if len(first) and first[0] != rec.VOTES.index(ALL):
+        return np.full(rank.rows, first[0])
     distinct, where = np.unique(decode_step, return_inverse=True)
     intervals = config.prefill_attempt_interval, config.prefill_any_attempt_interval
     found = [rec.VOTES.index(rule_at(step, *intervals)) for step in distinct.tolist()]

@@ -40,6 +40,7 @@ from mdi_shared.loop import (
     serve,
 )
 from mdi_shared.plan import Ending, StepOutcome, StepPlan, StepResult
+from mdi_shared.rank_view import RankView, UnseenRank
 from mdi_shared.scheduler import Scheduler
 from mdi_traces.run import Run
 
@@ -174,6 +175,11 @@ class LLMEngine:
     @property
     def num_ranks(self) -> int:
         return self.group.size
+
+    @property
+    def rank_views(self) -> list[RankView]:
+        """What placements see of the ranks: nothing."""
+        return [UnseenRank() for _ in range(self.group.size)]
 
     @property
     def is_quiet(self) -> bool:

@@ -71,8 +71,8 @@ class StepGraphs:
         if not plan.is_prefill:
             is_plain = max(plan.qs, default=1) == 1  # no row but the newest of each sequence
             return self._decode_shape(max(len(plan.seq_ids), 1)) if is_plain else None
-        if not plan.seq_ids:
-            return None
+        if not plan.seq_ids or plan.decodes:
+            return None  # a mixed step has rows of every kind
         sizes = prefill_shape(sum(plan.qs), len(plan.seq_ids), max(plan.ks))
         shape = None if sizes is None else self._prefill_shape(*sizes)
         if shape is None or shape in self._graphs or shape in self._met:

@@ -26,7 +26,8 @@ from mdi_exec.weights.source import ModelSource
 from mdi_exec.weights.tokenizer import Tokenizer
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.errors import ConfigError
-from mdi_shared.placement import placement_by_name
+from mdi_shared.placement import Placer, new_placement
+from mdi_shared.request import Request
 
 Prompt = str | Sequence[int]
 Prompts = Prompt | Sequence[Prompt]
@@ -58,13 +59,15 @@ class LLM:
         if address is None and engine_options.data_parallel_size > 1:
             self._front = GroupEngine(model, options, engine_options, on_estimate=tell)
         else:
+            engine_options.require_seen_ranks(1 if address is None else address.size)
             self._rank = Rank(model, options, address=address, on_estimate=tell)
         self._placing = threading.Lock()
         self._begin()
 
     def _begin(self) -> None:
         """Start afresh with the engine there is now."""
-        self._placement, self._num_placed = placement_by_name(self.options.placement), 0
+        self._placer = Placer(new_placement(self.options.placement), self.engine.rank_views)
+        self._num_placed = 0
         in_step = self._rank is not None and self._rank.group.size > 1
         self._turns = Turns(self.engine, in_step=in_step, on_quiet=self.save_recording)
 
@@ -249,10 +252,13 @@ class LLM:
         with self._placing:
             name, params = str(self._num_placed), engine.book.draw_seed(params)
             self._num_placed += 1
-            rank = self._placement.place(len(ids), params.max_tokens, engine.num_ranks)
-        if not engine.takes(rank):
-            return None
-        return engine.add_request(ids, params, name, rank=rank, sink=sink)
+            rank = self._placer.place(Request(
+                req_id=name, prompt_len=len(ids), max_tokens=params.max_tokens,
+                arrived_ns=engine.now_ns() if self._rank is None else 0, hints=params.hints,
+            ))  # fmt: skip
+            if not engine.takes(rank):
+                return None
+            return engine.add_request(ids, params, name, rank=rank, sink=sink)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

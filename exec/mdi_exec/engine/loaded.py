@@ -196,6 +196,7 @@ class LoadedModel:
                 options={
                     "engine": described,
                     "policy": described["policy"],
+                    "placement": described["placement"],
                     "chunk_cost": cost.describe(),
                 },
                 rank=self.group.rank,

@@ -19,7 +19,7 @@ from mdi_exec.numerics import Numerics
 from mdi_exec.ranks.exchange import require_kind
 from mdi_shared.config import MOST_BLOCKS, SchedulerConfig
 from mdi_shared.errors import ConfigError, is_number
-from mdi_shared.placement import placement_by_name
+from mdi_shared.placement import Placement, new_placement, placement_name
 from mdi_shared.policies import NO_POLICY, Policy, new_policy, policy_name
 
 GB = 1e9
@@ -59,9 +59,11 @@ class EngineOptions:
     `data_parallel_size` ranks serve requests side by side, each with its own cache, and share the
     routed experts; `expert_parallel_size` is the same number in this version. They are processes
     that the LLM starts, unless torchrun has. `exchange` is how rows reach other ranks' experts:
-    "all_gather" or "all_to_all". `placement` says which rank serves a request.
-    `group_port` is where they meet (0: any free one), for which they have `group_start_timeout_s`
-    seconds; a rank that is not heard of for `group_timeout_s` seconds ends the group.
+    "all_gather" or "all_to_all". `placement` says which rank serves a request: a specification
+    such as "jsq" (docs/policies.md), or a `Placement` of your own; one that watches the ranks needs
+    ranks that the LLM starts. `group_port` is where they meet (0: any free one), for which they
+    have `group_start_timeout_s` seconds; a rank that is not heard of for `group_timeout_s` seconds
+    ends the group.
     """
 
     device: str = "cpu"
@@ -81,7 +83,7 @@ class EngineOptions:
     data_parallel_size: int = 1
     expert_parallel_size: int | None = None
     exchange: str = "all_gather"
-    placement: str = "round_robin"
+    placement: str | Placement = "round_robin"
     group_port: int = 0
     group_timeout_s: float = 600.0
     group_start_timeout_s: float = 30.0
@@ -119,7 +121,7 @@ class EngineOptions:
         if self.data_parallel_size < 1:
             raise ConfigError("data_parallel_size", self.data_parallel_size, "must be at least 1")
         require_kind(self.exchange)
-        placement_by_name(self.placement)
+        new_placement(self.placement)
         if not 0 <= self.group_port < 1 << 16:
             raise ConfigError("group_port", self.group_port, "must be from 0 to 65535")
         for name in ("group_timeout_s", "group_start_timeout_s"):
@@ -137,10 +139,21 @@ class EngineOptions:
                               f"must equal the number of ranks, data_parallel_size = {size}, in "
                               "this version")  # fmt: skip
 
+    def require_seen_ranks(self, size: int) -> None:
+        """Raise `ConfigError` for a placement that `size` ranks under torchrun cannot have.
+
+        They place alike without a word; what they hold when a request comes they do not know.
+        """
+        if size > 1 and new_placement(self.placement).watches:
+            name = placement_name(self.placement)
+            raise ConfigError("placement", name, "watches the ranks, which only an LLM that starts "
+                              "them can, not under torchrun")  # fmt: skip
+
     def described(self) -> dict[str, Any]:
-        """Return the options as plain data; a policy of the caller's own becomes its name."""
+        """Return the options as plain data; a policy or placement of the caller's is its name."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {**own, "policy": policy_name(self.policy)}
+        named = {"policy": policy_name(self.policy), "placement": placement_name(self.placement)}
+        return {**own, **named}
 
     def keep_loading(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return `options` with those of loading as they are here.
@@ -200,7 +213,7 @@ def _check_types(options: EngineOptions) -> None:
     """A size in GB or a share is a number, a count an integer, and neither is a bool."""
     for name, declared in get_type_hints(EngineOptions).items():
         value, kinds = getattr(options, name), get_args(declared) or (declared,)
-        is_object = isinstance(value, Policy) and Policy in kinds
+        is_object = any(isinstance(value, kind) for kind in (Policy, Placement) if kind in kinds)
         if is_object or (value is None and NoneType in kinds):
             continue
         allowed, words = _KINDS[kinds[0]]

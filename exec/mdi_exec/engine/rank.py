@@ -52,6 +52,7 @@ class Rank:
             options["device"] = own_device(str(options["device"]), self.group)
         loaded = self.loaded
         engine_options, scheduler_options = split_options(loaded.options.keep_loading(options))
+        engine_options.require_seen_ranks(self.group.size)
         loaded.planned_config(engine_options, scheduler_options)
         cost_model = read_cost_model(engine_options)
         with self.group.ends_with():

@@ -24,6 +24,8 @@ from mdi_exec.errors import EngineStoppedError, GroupError
 from mdi_exec.ranks.meeting import RankAddress
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.errors import MiniDeepInferError
+from mdi_shared.placement import new_placement
+from mdi_shared.rank_view import NOTHING_YET, report
 
 _LAST_SEND_S = 5.0
 
@@ -217,10 +219,13 @@ class _Worker:
     def _serve(self) -> None:
         engine = self.engine
         engine.expect_requests()
-        waiting_for_quiet = False
+        waiting_for_quiet, told = False, NOTHING_YET
+        is_watched = new_placement(self.rank.options.placement).watches
         while not engine.is_idle:
             engine.more_to_come = not self._is_closed
             outputs = engine.step()
+            if is_watched and (state := report(engine.scheduler)) != told:
+                self._send(told := state)
             if outputs:
                 self._send([OutputNews.of(output) for output in outputs])
             while not self._asked.empty():

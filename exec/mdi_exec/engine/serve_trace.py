@@ -18,7 +18,8 @@ import numpy as np
 from mdi_exec.engine.engine import LLMEngine
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.engine.workers import GroupEngine
-from mdi_shared.placement import Placement, RoundRobin, place_rows
+from mdi_shared.placement import Placement, Placer, RoundRobin, require_ranks
+from mdi_shared.request import Request
 from mdi_traces.columns import codes, ints
 from mdi_traces.hints import trace_hints
 from mdi_traces.pacing import require_bearable_waits
@@ -32,8 +33,9 @@ class TraceClient:
 
     `seed` draws the prompts' tokens, from ids that are not special. Deterministic but for time.
     In a group, requests go to the ranks their trace names, others where `placement` says, a
-    session as a whole. Under torchrun every rank has a client, which sends what is placed there.
-    Raises `ConfigError` for a trace in which nothing is due for days.
+    session as a whole; one that watches the ranks is asked when a request is due. Under torchrun
+    every rank has a client, which sends what is placed there. Raises `ConfigError` for a trace in
+    which nothing is due for days.
     """
 
     def __init__(
@@ -56,12 +58,20 @@ class TraceClient:
         self._live: set[str] = set()
         last_of: dict[int, int] = {}
         self._due: list[tuple[int, int]] = []
-        sessions = codes(table["session_id"])[0].tolist()
-        self._ranks = self._place(trace, sessions, placement or RoundRobin())
-        for row, (arrival, session) in enumerate(
-            zip(ints(table["arrival_ns"]).tolist(), sessions, strict=True)
-        ):
-            if not engine.takes(self._ranks[row]):
+        self._sessions = sessions = codes(table["session_id"])[0].tolist()
+        self._max_tokens = ints(table["max_tokens"]).tolist()
+        self._named = ints(table["rank"], null=-1).tolist()
+        if engine.num_ranks == 1:
+            self._named = [-1] * len(table)
+        require_ranks(self._req_ids, self._named, engine.num_ranks)
+        self._placer = Placer(placement or RoundRobin(), engine.rank_views)
+        watches = engine.num_ranks > 1 and self._placer.placement.watches
+        arrivals = ints(table["arrival_ns"]).tolist()
+        self._ranks: dict[int, int] = {}  # left empty where requests are placed when they are due
+        if not watches:
+            self._ranks = {row: self._place(row, due) for row, due in enumerate(arrivals)}
+        for row, (arrival, session) in enumerate(zip(arrivals, sessions, strict=True)):
+            if not watches and not engine.takes(self._ranks[row]):
                 continue
             before = last_of.get(session) if session >= 0 and self._thinks[row] >= 0 else None
             if before is None:
@@ -72,18 +82,12 @@ class TraceClient:
                 last_of[session] = row
         heapq.heapify(self._due)
 
-    def _place(self, trace: RequestTrace, sessions: list[int], placement: Placement) -> list[int]:
-        num_ranks = self.engine.num_ranks
-        if num_ranks == 1:
-            return [0] * len(trace)
-        return place_rows(
-            placement,
-            num_ranks,
-            req_ids=self._req_ids,
-            lengths=list(zip(self._prompt_lens, ints(trace.table["max_tokens"]), strict=True)),
-            named=ints(trace.table["rank"], null=-1).tolist(),
-            sessions=sessions,
-        )
+    def _place(self, row: int, due_ns: int) -> int:
+        request = Request(
+            req_id=self._req_ids[row], prompt_len=self._prompt_lens[row],
+            max_tokens=self._max_tokens[row], arrived_ns=due_ns, hints=self._hints[row],
+        )  # fmt: skip
+        return self._placer.place(request, self._named[row], self._sessions[row])
 
     def run(
         self, on_progress: Callable[[int], None] | None = None, *, seconds: float | None = None
@@ -130,8 +134,9 @@ class TraceClient:
                 max_tokens=self._output_lens[row], ignore_eos=True, seq_seed=row, temperature=1.0,
                 hints=self._hints[row],
             )  # fmt: skip
+            rank = self._ranks[row] if self._ranks else self._place(row, due)
             name = self.engine.add_request(
-                self._prompts[row].tolist(), params, self._req_ids[row], rank=self._ranks[row],
+                self._prompts[row].tolist(), params, self._req_ids[row], rank=rank,
                 arrival_ns=begin_ns + due,
             )  # fmt: skip
             self._live.add(name)

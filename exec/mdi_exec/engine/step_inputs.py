@@ -133,7 +133,7 @@ def gather_inputs(
     seqs = BatchColumns(
         qs, ks, plan.slots, _updated_tables(plan, requests),
         [1] * num_sampled + [0 if shape is None else 1] * plan.is_partial,
-        plan.full_lens if plan.is_prefill else ks,
+        plan.full_lens,
         [request.prompt_len for request in requests],
     )  # fmt: skip
     if shape is not None:
@@ -146,7 +146,8 @@ def gather_inputs(
     host = HostBatch.lay_out(
         seqs,
         token_ids,
-        # A decode row lies behind every cut, and its window does not reach back to one.
+        # A decode row lies behind every cut, and its window does not reach back to one: where it
+        # stands beside prompts, its own cut, a window behind k at least, drops nothing either.
         replay_keep_tokens=replay_keep_tokens if plan.is_prefill else 0,
         table_width=shape.table_width if shape is not None else 0,
     )
@@ -164,7 +165,7 @@ def _tokens(
             token_ids += request.tokens[k - q : k]
             sources += _ALL_GIVEN * q
         else:
-            assert not plan.is_prefill, f"{request.req_id!r}: a prompt token is missing"
+            assert plan.decodes, f"{request.req_id!r}: a prompt token is missing"
             token_ids += _TO_COME
             sources.append(sample_of[seq_id])
     return token_ids, sources

@@ -120,7 +120,7 @@ class OutputStream:
         self._is_open = False
         turns.opened()
         self._is_open = True
-        self._places = dict(add(self._queue))
+        self._places.update(add(self._queue))  # one by one: those before an error are aborted
 
     def __iter__(self) -> "OutputStream":
         return self

@@ -50,6 +50,8 @@ from mdi_exec.ranks.parallel import require_even_experts
 from mdi_exec.weights.source import open_model
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.errors import ConfigError
+from mdi_shared.placement import new_placement
+from mdi_shared.rank_view import NOTHING_YET, RankView, ReportedState, UnseenRank
 from mdi_traces.run import Run
 
 _LOOK_S = 0.002  # longest wait for news in one `step`
@@ -80,6 +82,9 @@ class GroupEngine:
         self._on_estimate = on_estimate
         self.book = RequestBook(self.vocab_size, self.source.tokenizer, options.seed)
         self._rank_of: dict[str, int] = {}
+        is_watched = new_placement(options.placement).watches
+        self.rank_views = [RankView(NOTHING_YET) if is_watched else UnseenRank()
+                           for _ in range(self.num_ranks)]  # fmt: skip
         self._answers: dict[int, object] = {}  # by rank, to the question now asked
         self._is_serving = False
         self._stopped: str | None = None
@@ -151,6 +156,7 @@ class GroupEngine:
         with self.book.lock:
             state = self.book.add(prompt_token_ids, params, req_id, arrival_ns, sink)
             self._rank_of[state.req_id] = rank
+            self.rank_views[rank].sent(len(prompt_token_ids))
             self._tell(rank, Add(state.req_id, prompt_token_ids, state.params, arrival_ns))
         return state.req_id
 
@@ -274,6 +280,8 @@ class GroupEngine:
             self._answers[rank] = said.value
         elif isinstance(said, Estimate):
             self._on_estimate(said.line)
+        elif isinstance(said, ReportedState):
+            self.rank_views[rank].state = said
         elif not isinstance(said, Pong):
             for news in said:
                 self._note(news)

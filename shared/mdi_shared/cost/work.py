@@ -52,9 +52,10 @@ class StepWork(NamedTuple):
 
 
 def prefill_work(shape: ModelShape, rows: Iterable[PromptRow]) -> StepWork:
-    """Return the work of a prefill step whose sequences are (q, k, full prompt length).
+    """Return the work of a prefill or mixed step whose sequences are (q, k, full prompt length).
 
-    The prompt length matters under bounded replay only. No sequences means no work.
+    The prompt length matters under bounded replay only. Who decodes is a row (1, k, k): it makes
+    the pairs that it makes in a decode step. No sequences means no work.
     """
     return _sum_work(shape, rows, is_prefill=True)
 
@@ -69,7 +70,7 @@ def step_work(shape: ModelShape, plan: StepPlan) -> StepWork:
     if not len(plan.batch):
         return prefill_work(shape, [(1, 1, 1)]) if plan.is_prefill else decode_work(shape, [1])
     if plan.is_prefill:
-        return prefill_work(shape, plan.prompts)
+        return prefill_work(shape, plan.rows)
     if plan.rows_each == 1:
         return DecodeWork(shape, plan.batch, plan.shift).at(0)
     return decode_work(shape, plan.ks, plan.rows_each)

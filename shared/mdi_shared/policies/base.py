@@ -9,11 +9,11 @@ Read next: `mdi_shared/decisions.py` (who asks), `registry.py` (policies by name
 """
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field, fields, is_dataclass
-from math import inf, isnan
-from typing import Any
+from dataclasses import dataclass
+from math import inf
 
-from mdi_shared.errors import ConfigError
+from mdi_shared.by_name import check_parameters
+from mdi_shared.by_name import number as number
 from mdi_shared.request import Sequence
 
 SECOND = 1_000_000_000  # ns
@@ -50,6 +50,22 @@ class Policy:
     """
 
     max_wait_s: float = inf
+    mixes: bool = False  # steps may hold prompt chunks beside those who decode,
+    budget: int = 0  # of so many tokens in all; 0 = of the run's token budget
+
+    @property
+    def has_phase(self) -> bool:
+        """Whether `phase` is asked at every turn, instead of the engine's votes now and then."""
+        return type(self).phase is not Policy.phase
+
+    def phase(self, view: View) -> bool:
+        """Say whether prompts go in this turn: before those who decode, or beside if it `mixes`.
+
+        Where a policy does not answer, votes decide. Asked at each turn in which somebody waits and
+        somebody decodes, below the watermark (docs/rules.md, R7). A group's answer is yes where
+        one rank's is.
+        """
+        return True
 
     def look(self, view: View) -> None:
         """Prepare for the questions of one prefill attempt; asked before any of them."""
@@ -84,27 +100,13 @@ class Policy:
         """
 
     def __post_init__(self) -> None:
-        if is_dataclass(self):
-            for each in fields(self):
-                _check(each.name, getattr(self, each.name), each.metadata)
+        check_parameters("policy", self)
 
 
-def number(
-    default: float, *, least: float = 0, above: float | None = None, most: float = inf
-) -> Any:  # noqa: ANN401 - a dataclass field of the parameter's own type
-    """Declare a parameter: a number from `least` (or greater than `above`) to `most`."""
-    return field(default=default, metadata={"least": least, "above": above, "most": most})
-
-
-def _check(name: str, value: object, bounds: Any) -> None:  # noqa: ANN401 - a field's metadata
-    if not bounds or not isinstance(value, int | float):
-        return
-    least, above, most = bounds["least"], bounds["above"], bounds["most"]
-    low = f"above {above:g}" if above is not None else f"at least {least:g}"
-    high = "" if most == inf else f" and at most {most:g}"
-    holds = not isnan(value) and (value >= least if above is None else value > above)
-    if not holds or value > most:
-        raise ConfigError(f"policy parameter {name}", value, f"must be {low}{high}")
+def shown(policy: Policy) -> str:
+    """Return what an error calls a policy."""
+    own = type(policy).__str__ is not object.__str__
+    return str(policy) if own else type(policy).__name__
 
 
 def waited_s(seq: Sequence, view: View) -> float:

@@ -7,9 +7,9 @@ takes parameters after a colon, joined by commas.
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import fields
 from math import inf
 
+from mdi_shared.by_name import named, read_number
 from mdi_shared.errors import ConfigError
 from mdi_shared.policies.admission import (
     MCSF,
@@ -26,6 +26,7 @@ from mdi_shared.policies.base import Key, Policy, View
 from mdi_shared.policies.deadlines import EDF, LARS, QoE
 from mdi_shared.policies.fairness import VTC
 from mdi_shared.policies.output_length import SJF, SRPT, LimitedSRPT
+from mdi_shared.policies.phases import DecodeFirst, Mixed, PrefillFirst, Votes
 from mdi_shared.policies.prompt_length import ShortestPrompt, SJFAging, SJFDecay, TwoLanes
 from mdi_shared.policies.victims import (
     CostAware,
@@ -47,10 +48,12 @@ POLICIES: Mapping[str, type[Policy]] = {
     "newest": Newest, "longest_output": LongestOutput, "lowest_priority": LowestPriority,
     "least_computed": LeastComputed, "cost_aware": CostAware,
     "longest_remaining": LongestRemaining,
+    "votes": Votes, "prefill_first": PrefillFirst, "decode_first": DecodeFirst, "mixed": Mixed,
 }  # fmt: skip
 NO_POLICY = "fcfs"  # the engine's own rules, without asking anybody
-AXES = ("order", "admit", "victim")
-_DEFAULTS = {"order": "fcfs", "victim": "longest_output"}  # inherited, but a choice by name
+AXES = ("phase", "order", "admit", "victim")
+# Inherited, but a choice by name.
+_DEFAULTS = {"phase": "votes", "order": "fcfs", "victim": "longest_output"}
 
 
 class Combined(Policy):
@@ -59,8 +62,9 @@ class Combined(Policy):
     def __init__(self, spec: str, axes: Mapping[str, Policy], max_wait_s: float) -> None:
         self.spec = spec
         self.max_wait_s = max_wait_s
-        self._order, self._admit, self._victim = (axes[axis] for axis in AXES)
+        self._phase, self._order, self._admit, self._victim = (axes[axis] for axis in AXES)
         self._all = tuple(dict.fromkeys(axes.values()))
+        self.mixes, self.budget = self._phase.mixes, self._phase.budget
 
     def __str__(self) -> str:
         return self.spec
@@ -68,6 +72,13 @@ class Combined(Policy):
     def look(self, view: View) -> None:
         for policy in self._all:
             policy.look(view)
+
+    @property
+    def has_phase(self) -> bool:
+        return self._phase.has_phase
+
+    def phase(self, view: View) -> bool:
+        return self._phase.phase(view)
 
     def order(self, seq: Sequence, view: View) -> Key:
         return self._order.order(seq, view)
@@ -98,7 +109,7 @@ def policy_from_spec(spec: str) -> Policy:
             raise ConfigError("policy", spec, f"gives {axis} twice")
         given.add(axis)
         if axis == "max_wait_s":
-            max_wait_s = _number(spec, "max_wait_s", name, float)
+            max_wait_s = read_number("policy", spec, "max_wait_s", name, float)
             if max_wait_s < 0:
                 raise ConfigError("policy", spec, "max_wait_s must be at least 0 s")
         elif axis in AXES and equals:
@@ -137,35 +148,7 @@ def names_of(axis: str) -> list[str]:
 
 def _named(spec: str, text: str, axis: str | None = None) -> Policy:
     """Build NAME or NAME:PARAMETER=VALUE,…"""
-    name, _, rest = text.partition(":")
-    known = list(POLICIES) if axis is None else names_of(axis)
-    if name not in known:
-        what = "a policy" if axis is None else f"a policy with an answer to {axis}"
-        raise ConfigError("policy", spec, f"{name!r} is not {what}; known: {', '.join(known)}")
-    kind = POLICIES[name]
-    types = {each.name: each.type for each in fields(kind) if each.init}  # type: ignore[arg-type]
-    found: dict[str, object] = {}
-    for pair in rest.split(",") if rest else ():
-        parameter, equals, value = pair.partition("=")
-        if parameter not in types or not equals:
-            takes = ", ".join(types) if types else "none"
-            raise ConfigError("policy", spec, f"{parameter!r} is not a parameter of {name}; it "
-                              f"takes: {takes}")  # fmt: skip
-        if parameter in found:
-            raise ConfigError("policy", spec, f"gives {parameter} of {name} twice")
-        found[parameter] = (
-            value if types[parameter] is str
-            else _number(spec, parameter, value, int if types[parameter] is int else float)
-        )  # fmt: skip
-    return kind(**found)
-
-
-def _number(spec: str, name: str, text: str, kind: type[int] | type[float]) -> float:
-    try:
-        value = kind(text)
-    except ValueError:
-        value = float("nan")
-    if value != value:
-        what = "a whole number" if kind is int else "a number"
-        raise ConfigError("policy", spec, f"{name} = {text!r} must be {what}")
-    return value
+    if axis is None:
+        return named("policy", spec, text, POLICIES, "a policy")
+    known = {name: POLICIES[name] for name in names_of(axis)}
+    return named("policy", spec, text, known, f"a policy with an answer to {axis}")

@@ -48,7 +48,7 @@ FEWEST_STEPS = 30  # of a kind, those left out not counted
 KEPT_OPTIONS = ("scheduler", "engine", "ranks", "provenance")
 # What must vary to be told apart from a constant. Pairs follow from these; the fit drops the rest.
 DECISIVE = {PREFILL: ("rows", "cached_rows", "n_seqs"), DECODE: ("rows", "sum_k")}
-_HOST_TIMES_SINCE = max(ADDED_COLUMNS[STEPS].values())
+_HOST_TIMES_SINCE = ADDED_COLUMNS[STEPS]["gap_ms"]
 _UNIT_OF = {"const": "step", "rows": "row", "consumer_rows": "row", "sum_k": "token",
             "cached_rows": "token", "n_seqs": "sequence"}  # fmt: skip
 

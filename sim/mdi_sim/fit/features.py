@@ -100,10 +100,14 @@ def step_features(table: pa.Table, kind: str) -> Floats:
 
 
 def kind_rows(table: pa.Table, kind: str) -> Bools:
-    """Say of each step whether it is of `kind` and has rows."""
+    """Say of each step whether it is of `kind` and has rows.
+
+    A mixed step runs as a prefill step does, and prefill terms say what it takes.
+    """
     indices, labels = codes(table["kind"])
-    wanted = labels.index(kind) if kind in labels else -1
-    busy: Bools = (indices == wanted) & (ints(table["n_tokens"]) > 0)
+    wanted = (kind, "mixed") if kind == PREFILL else (kind,)
+    of_kind = np.isin(indices, [i for i, label in enumerate(labels) if label in wanted])
+    busy: Bools = of_kind & (ints(table["n_tokens"]) > 0)
     return busy
 
 
