@@ -8,7 +8,7 @@ Read next: `policies/base.py` (the questions), `prefill.py` and `decode.py` (the
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from math import inf
 from typing import NoReturn, TypeVar
@@ -25,7 +25,7 @@ Answer = TypeVar("Answer")
 class Decisions:
     """One scheduler's policy, what it sees, and what it has been told was served."""
 
-    __slots__ = ("_policy", "_queues", "_told", "has_phase", "mixes", "view")
+    __slots__ = ("_policy", "_queues", "_told", "evicts", "has_phase", "mixes", "view")
 
     def __init__(self, policy: Policy, queues: Queues) -> None:
         self._policy = policy
@@ -35,6 +35,7 @@ class Decisions:
         # Output tokens the policy has been told of, per sequence that ever had a chunk.
         self._told: dict[Sequence, int] = {}
         self.view = View(queues.config.block_size, queues.blocks.num_total - 1)
+        self.evicts = policy.evict > 0
 
     def lets_prompts_go(self) -> bool:
         """Say whether prompts go in this turn, where somebody waits below the watermark."""
@@ -61,14 +62,17 @@ class Decisions:
             queues.waiting = deque([*islice(queues.waiting, held), *self._arranged(rest)])
             self.view.waiting = queues.waiting
 
-    def admits(self, seq: Sequence, picked: list[Sequence]) -> bool:
-        """Say whether the head, which fits, may take memory beside those running and picked."""
+    def admits(self, seq: Sequence, picked: list[Sequence], leaving: list[Sequence]) -> bool:
+        """Say whether the head, which fits, may take memory beside those running and picked.
+
+        `leaving` run, but give way to it.
+        """
         queues = self._queues
         if len(queues.running) == len(queues.dead) and not picked:
             return True
         if self._is_overdue(seq):
             return True
-        self._refresh(picked)
+        self._refresh(picked, leaving)
         answer = self._call("admit", seq, self._policy.admit, seq, self.view)
         return self._require_bool("admit", seq, answer)
 
@@ -82,6 +86,18 @@ class Decisions:
         self._refresh(())
         running = sorted(self._queues.running, key=lambda seq: seq.seq_id)
         return self._sorted("victim", self._policy.victim, running, greatest_first=True)
+
+    def giving_way(self, waiter: Sequence) -> Iterator[Sequence]:
+        """Yield the running sequences that give way to `waiter`, those first that do so first.
+
+        Never one that has done so as often as the policy allows, or that is overdue.
+        """
+        for seq in self.victims_first():
+            if seq.is_finished or seq.num_preempted >= self._policy.evict or self._is_overdue(seq):
+                continue
+            answer = self._call("makes_way", seq, self._policy.makes_way, seq, waiter, self.view)
+            if self._require_bool("makes_way", seq, answer):
+                yield seq
 
     def _require_bool(self, hook: str, seq: Sequence | None, answer: bool) -> bool:
         if type(answer) is not bool:
@@ -102,11 +118,14 @@ class Decisions:
         for seq in left:
             del self._told[seq]
 
-    def _refresh(self, picked: Iterable[Sequence]) -> None:
+    def _refresh(self, picked: Iterable[Sequence], leaving: Collection[Sequence] = ()) -> None:
         queues, view = self._queues, self.view
         view.free_blocks = queues.blocks.num_free
         view.waiting = queues.waiting
         view.running = [*(seq for seq in queues.running if not seq.is_finished), *picked]
+        if leaving:
+            view.free_blocks += sum([queues.owned_blocks(seq) for seq in leaving])
+            view.running = [seq for seq in view.running if seq not in leaving]
 
     def _is_overdue(self, seq: Sequence) -> bool:
         most = self._policy.max_wait_s

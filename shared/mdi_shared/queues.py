@@ -10,7 +10,7 @@ from collections import Counter, deque
 
 from mdi_shared.blocks import BlockPool, Fit
 from mdi_shared.clock import DecodeClock
-from mdi_shared.config import SchedulerConfig
+from mdi_shared.config import WATERMARK, SchedulerConfig
 from mdi_shared.plan import Ending
 from mdi_shared.prefix.cache import PrefixCache
 from mdi_shared.request import Sequence, State
@@ -33,6 +33,7 @@ class Queues:
         "clock",
         "config",
         "dead",
+        "evicted",
         "is_even",
         "joined",
         "keeps_order",
@@ -62,6 +63,7 @@ class Queues:
         # Finished members, noted when it happens so that no step searches in vain.
         self.num_dead_waiting = 0
         self.dead: list[Sequence] = []  # of `running`
+        self.evicted: list[Sequence] = []  # since the last decode step was planned
         self.num_departed = 0  # from the decode clock, ever
         self.leaked: list[tuple[str, int]] = []  # blocks that nobody can return, by request id
 
@@ -127,6 +129,17 @@ class Queues:
             self.running.append(seq)
 
     @property
+    def below_watermark(self) -> bool:
+        """Whether the pool lets the head of the queue in, if it fits (R7).
+
+        Unless `strict_upstream`, the watermark yields when the head holds its blocks already:
+        upstream can wait there for ever (R22).
+        """
+        if self.blocks.usage <= WATERMARK:
+            return True
+        return not self.config.strict_upstream and bool(self.waiting[0].block_table)
+
+    @property
     def stop_ids(self) -> frozenset[int]:
         """Every token that may stop somebody who runs."""
         if self._stop_ids is None:
@@ -183,11 +196,34 @@ class Queues:
             seq.become(State.PREEMPTED)
             self.live.pop(seq.request.req_id, None)
             return Ending(seq.seq_id, seq.finish_reason, seq.output_len)
-        seq.prefilled = 0  # all attention state is forgotten, but no token
-        seq.num_preempted += 1
-        seq.become(State.WAITING)
+        self._forget(seq)
         self.requeue(seq)
         return None
+
+    def evict(self, seq: Sequence) -> None:
+        """Take a running sequence's memory for a more urgent one; the caller requeues it.
+
+        It leaves the batch with the next decode step.
+        """
+        assert seq.clock is not None, f"{seq.request.req_id!r} does not run"
+        # It leaves no further prefix: that could displace the one found for whoever comes in.
+        self.release(seq)
+        self.depart(seq)
+        self._forget(seq)
+        self.running.remove(seq)
+        if seq in self.joined:
+            self.joined.remove(seq)
+        self.evicted.append(seq)
+
+    def _forget(self, seq: Sequence) -> None:
+        """Forget all attention state of a preempted sequence, but no token."""
+        seq.prefilled = 0
+        seq.num_preempted += 1
+        seq.become(State.WAITING)
+
+    def owned_blocks(self, seq: Sequence) -> int:
+        """Count the blocks that are free once the sequence has left."""
+        return sum([self.blocks.references(block) == 1 for block in seq.block_table])
 
     def drop_dead_head(self) -> Ending:
         """Remove the head, which is finished."""

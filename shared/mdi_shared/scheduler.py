@@ -44,9 +44,8 @@ class Scheduler:
 
     `policy` decides how many prompt tokens a chunk gets; left out, the token budget decides.
     `scheduling` decides who is next, who may take memory and who gives way; left out, the engine's
-    own rules (docs/rules.md, R6, R8 and R17). Raises `ConfigError` for one that `config` leaves no
-    room. A prefix hit leaves at least `hit_margin` tokens to compute: under bounded replay, those
-    whose consumer rows run.
+    own rules (docs/rules.md, R6, R8 and R17). Raises `ConfigError` for one that `config` does
+    not allow. A prefix hit leaves at least `hit_margin` tokens to compute (bounded replay).
     """
 
     def __init__(
@@ -67,6 +66,7 @@ class Scheduler:
         self.keep = int(config.enable_zos)  # decode steps in flight from one turn to the next
         self.num_preempted = 0
         self.decisions = None if scheduling is None else Decisions(scheduling, self.queues)
+        self._evicts = self.decisions is not None and self.decisions.evicts
         self._prefill = PrefillSelection(self.queues, self.policy, self.decisions)
         self._decode = DecodeSelection(self.queues, self.decisions)
         self._chosen: DecodeStep | None = None  # who decodes, before it is known with whom
@@ -141,17 +141,12 @@ class Scheduler:
     def want_prefill(self) -> bool:
         """Say whether this rank has a prompt to run and memory below the watermark.
 
-        Unless `strict_upstream`, the watermark yields when the head holds its blocks already:
-        upstream can wait there for ever (R22).
+        A policy that evicts is asked above it, too: it may bring the pool below.
         """
         queues = self.queues
         if not queues.waiting:
             return False
-        if queues.blocks.usage <= WATERMARK:
-            return True
-        if self.config.strict_upstream:
-            return False
-        return bool(queues.waiting[0].block_table)
+        return queues.below_watermark or self._evicts
 
     def try_prefill(self, ballot: Ballot) -> StepPlan | None:
         """Plan a step with prompts, or return None when nothing at all can be admitted."""
@@ -243,6 +238,7 @@ class Scheduler:
 
     def _plan_prefill(self, batch: PrefillBatch, ballot: Ballot) -> StepPlan:
         picked = batch.picked
+        self.num_preempted += len(batch.evicted)
         plan = StepPlan(
             step=self._next_step(),
             kind=PREFILL if picked else IDLE_PREFILL,
@@ -253,6 +249,7 @@ class Scheduler:
             taken=tuple(batch.taken),
             is_partial=batch.is_partial,
             ignored=tuple(batch.ignored),
+            preempted=tuple([seq.seq_id for seq in batch.evicted]),
             decode_step=self.decode_step,
             vote=ballot.rule,
             want=ballot.want,
@@ -383,7 +380,7 @@ class Scheduler:
     def _wanting_steps(self, count: int, free_blocks: tuple[tuple[int, int], ...]) -> int:
         """In how many of `count` repetitions a prefill is wanted: what they take may end it."""
         queues = self.queues
-        if queues.waiting[0].block_table:
+        if self._evicts or queues.waiting[0].block_table:
             return count
         above = [step for step, free in free_blocks if queues.blocks.usage_at(free) > WATERMARK]
         return min(above, default=count)

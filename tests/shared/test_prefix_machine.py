@@ -11,11 +11,13 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
+from mdi_shared.policies import NO_POLICY
 from tests.shared.prefix_device import PrefixDevice
 from tests.shared.script import TOKEN, request
 from tests.shared.test_scheduler_machine import SchedulerMachine
 
 found = {"hits": 0, "copies": 0}
+EVICTS, MIXES = "srpt:evict=2", "mixed+order=sjf"
 
 
 class PrefixMachine(SchedulerMachine):
@@ -60,9 +62,9 @@ class PrefixMachine(SchedulerMachine):
             found["copies"] += self.device.num_copies
 
 
-@pytest.mark.parametrize("part", range(3))
-def test_a_hit_is_the_sequences_own_past(part):
-    machine = type(f"Machine{part}", (PrefixMachine,), {})
+@pytest.mark.parametrize("policy", [NO_POLICY, "lcfs+victim=newest", EVICTS, MIXES])
+def test_a_hit_is_the_sequences_own_past(policy):
+    machine = type("Machine", (PrefixMachine,), {"policy": policy})
     run_state_machine_as_test(machine, settings=settings(
         max_examples=80, stateful_step_count=50, deadline=None, derandomize=True,
         phases=[Phase.generate],

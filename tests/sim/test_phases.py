@@ -30,6 +30,18 @@ def test_the_smaller_the_chunks_beside_it_the_steadier_a_token_stream(runs):
     assert found["mixed:budget=512"].ttft_ms.p99 > found["prefill_first"].ttft_ms.p99
 
 
+def test_capacity_is_higher_where_chunks_go_beside_who_decodes():
+    """The same source's measure: the rate at which a P99 gap and a median of queueing hold."""
+
+    def holds(spec, rate):
+        work = generate_workload("azure-conv", num_requests=60, seed=3, rate=rate)
+        found = summarize(simulate(work, scheduler=OPTIONS, ranks=1, policy=spec)).latency
+        return found.itl_ms.p99 <= 200 and found.queue_ms.p50 <= 2_000
+
+    assert [holds("prefill_first", rate) for rate in (4.0, 12.0)] == [True, False]
+    assert holds("mixed:budget=2048", 12.0)
+
+
 def test_tables_tell_prompts_from_who_decodes(runs):
     run = runs["mixed:budget=512"]
     assert check_run(run) == []

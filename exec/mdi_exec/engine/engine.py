@@ -335,9 +335,7 @@ class LLMEngine:
             self._num_submitted += 1
             if self.recording is not None:
                 self.recording.submitted(state)
-        config = self.scheduler.config
-        shares = config.block_size if config.enable_prefix_cache else 0
-        requests = tuple(state.request(shares=shares) for state in arrived)
+        requests = tuple(state.request(self.scheduler.config) for state in arrived)
         return News(requests, tuple(aborts), self._poll_ns)
 
     # ---- effects -------------------------------------------------------------------------------

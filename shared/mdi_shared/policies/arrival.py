@@ -40,6 +40,7 @@ class Priority(Policy):
     """
 
     aging_s: float = number(inf, above=0)
+    evict: int = number(0)
 
     def order(self, seq: Sequence, view: View) -> Key:
         return -(seq.request.hints.priority + waited_s(seq, view) / self.aging_s)

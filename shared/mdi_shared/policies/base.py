@@ -46,10 +46,13 @@ class Policy:
 
     Keys of one hook are all numbers, all strings, or all tuples of these that compare; no NaN.
     `max_wait_s` puts whoever has been in the system for longer before all others, by arrival, and
-    asks `admit` no more about them.
+    asks `admit` no more about them. `evict` is how often a running request may give way to a more
+    urgent one that waits (see `makes_way`); at 0, the default, requests are preempted only when
+    blocks run out.
     """
 
     max_wait_s: float = inf
+    evict: int = 0
     mixes: bool = False  # steps may hold prompt chunks beside those who decode,
     budget: int = 0  # of so many tokens in all; 0 = of the run's token budget
 
@@ -91,6 +94,15 @@ class Policy:
         Of equals, the older request.
         """
         return (seq.output_len, -seq.seq_id)
+
+    def makes_way(self, seq: Sequence, waiter: Sequence, view: View) -> bool:
+        """Say whether a running sequence shall be preempted for `waiter`, the first of `waiting`.
+
+        Asked at a prefill attempt, if `evict` is above 0 and `waiter` lacks blocks or a seat, of
+        one running sequence after the other in the order of `victim`, until there is room; if
+        there cannot be, all stay. Left as it is, who would come behind `waiter` in the queue.
+        """
+        return self.order(waiter, view) < self.order(seq, view)  # type: ignore[operator]
 
     def served(self, seq: Sequence, prompt_tokens: int, output_tokens: int) -> None:
         """Note tokens a sequence was given since the last call for it.

@@ -64,6 +64,15 @@ def lower_bounds(requests: pa.Table, run: RunDescription) -> Bounds:
     return Bounds(means[0] / NS_PER_MS, means[1] / NS_PER_MS, span / NS_PER_S)
 
 
+def alone_ms(requests: pa.Table, run: RunDescription) -> Floats:
+    """Return the least time that each of `requests` takes alone on the devices of a rank, ms.
+
+    Neither host nor votes are in it. Raises `ConfigError` for a run without step times.
+    """
+    _, last = _Work(requests, run).alone_ns()
+    return last / NS_PER_MS
+
+
 def srpt_flow(arrivals: Sequence[float] | Ints, works: Sequence[float] | Floats) -> float:
     """Return the least sum of (completion - arrival) on one preemptive machine, O(n log n).
 
@@ -102,6 +111,8 @@ class _Work:
     def __init__(self, requests: pa.Table, run: RunDescription) -> None:
         self._config, self._shape, self._cost = run.scheduler, run.shape, run.step_cost
         self._ranks = run.ranks
+        policy = run.new_policy()
+        self._mixes = policy is not None and policy.mixes
         self.arrival = ints(requests["arrival_ns"])
         self._prompt, self._outputs = (ints(requests[c]) for c in ("prompt_len", "output_len"))
         self._new = self._prompt - ints(requests["cached_len"])
@@ -109,6 +120,8 @@ class _Work:
         self._steps = -((1 - self._outputs) // rows)
         self._shortest = int(self._prompt.min()) + 1
         self.decode_ns = self._decode_ns(1)
+        if self._mixes:
+            self.decode_ns = min(self.decode_ns, self._prefill_ns(1))
 
     def alone_ns(self) -> tuple[Floats, Floats]:
         """Return the least time to the first and to the last token on an idle rank."""
@@ -116,6 +129,8 @@ class _Work:
         for new, prompt in set(zip(self._new.tolist(), self._prompt.tolist(), strict=True)):
             whole = cost.device_ns(prefill_work(shape, [(new, prompt, prompt)]))
             each = cost.device_ns(decode_work(shape, [prompt + 1]))
+            if self._mixes:  # others' prompts may come along
+                each = min(each, self._prefill_ns(1))
             times[new, prompt] = whole, each
         found = [times[key] for key in zip(self._new.tolist(), self._prompt.tolist(), strict=True)]
         first, each = np.array(found, dtype=np.float64).T
@@ -127,9 +142,11 @@ class _Work:
         """Return what each takes at least of the time of all ranks: its prompt, and all of it."""
         config = self._config
         seats = min(config.max_num_seqs, len(self._new))
-        fullest = int(np.sort(self._new)[-seats:].sum())  # tokens of a step at most
+        fullest = int(np.sort(self._new)[-seats:].sum()) + (seats if self._mixes else 0)
         per_token = self._least_share(min(config.token_budget, fullest), self._prefill_ns)
         per_step = self._least_share(seats, self._decode_ns)
+        if self._mixes:
+            per_step = min(per_step, per_token)
         prompts = self._new * per_token / self._ranks
         return prompts, prompts + self._steps * per_step / self._ranks
 
