@@ -66,7 +66,7 @@ class PrefixMachine(SchedulerMachine):
 def test_a_hit_is_the_sequences_own_past(policy):
     machine = type("Machine", (PrefixMachine,), {"policy": policy})
     run_state_machine_as_test(machine, settings=settings(
-        max_examples=80, stateful_step_count=50, deadline=None, derandomize=True,
+        max_examples=40, stateful_step_count=50, deadline=None, derandomize=True,
         phases=[Phase.generate],
     ))  # fmt: skip
     assert found["hits"] > 20
