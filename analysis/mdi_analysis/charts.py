@@ -126,7 +126,7 @@ def with_menu(buttons: Sequence[Mapping[str, Any]], found: dict[str, Any]) -> di
     drop = {"buttons": list(buttons), "x": 0, "xanchor": "left", "y": 1.03, "yanchor": "bottom",
             "bgcolor": "rgba(128,128,128,.15)", "bordercolor": FAINT, "font": {"size": 12},
             "pad": {"l": 0}}  # fmt: skip
-    legend = {**found["legend"], "y": -0.28, "yanchor": "top"}
+    legend = {**found["legend"], "y": 0, "yref": "container", "yanchor": "bottom"}
     return {**found, "updatemenus": [drop], "legend": legend, "height": found["height"] + 60}
 
 

@@ -9,7 +9,6 @@ has one is running.
 Read next: `decisions.py` (the policy's part), `prefill.py` (who asks).
 """
 
-from mdi_shared.blocks import Fit
 from mdi_shared.config import WATERMARK
 from mdi_shared.decisions import Decisions
 from mdi_shared.queues import Queues
@@ -41,8 +40,3 @@ def find_victims(
         if has_room():
             return leaving
     return None
-
-
-def fits_without(queues: Queues, head: Sequence) -> list[Sequence] | None:
-    """Return nobody if blocks and a slot for `head` are free, else None: no policy evicts."""
-    return None if queues.fits(head) is Fit.LATER else []

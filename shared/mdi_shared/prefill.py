@@ -11,7 +11,7 @@ from mdi_shared.blocks import Fit
 from mdi_shared.chunking import ChunkPolicy
 from mdi_shared.decisions import Decisions
 from mdi_shared.errors import UpstreamCheckError
-from mdi_shared.eviction import find_victims, fits_without
+from mdi_shared.eviction import find_victims
 from mdi_shared.plan import Ending, Member, PromptRow
 from mdi_shared.queues import Queues
 from mdi_shared.request import Sequence, State
@@ -94,16 +94,15 @@ class PrefillSelection:
     def _make_room(self, batch: PrefillBatch, head: Sequence) -> list[Sequence] | None:
         """Return who gives way so that the head may take memory; None: it must wait."""
         queues, decisions = self.queues, self.decisions
-        if decisions is None:
-            return fits_without(queues, head)
-        if decisions.evicts:
+        victims: list[Sequence] | None
+        if decisions is not None and decisions.evicts:
             num_picked = len(batch.picked)
             victims = find_victims(queues, decisions, head, num_picked, below=batch.below)
         else:
-            victims = fits_without(queues, head)
-        if victims is not None and not decisions.admits(head, batch.picked, victims):
-            return None
-        return victims
+            victims = None if queues.fits(head) is Fit.LATER else []
+        if victims is None or decisions is None or decisions.admits(head, batch.picked, victims):
+            return victims
+        return None
 
     def _evict(self, batch: PrefillBatch, victims: list[Sequence]) -> None:
         for victim in victims:

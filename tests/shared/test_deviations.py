@@ -24,7 +24,7 @@ MOST_STEPS = 400
 # Function that asks -> the row of the table it belongs to.
 PLACES = {
     "_is_starved": "who is preempted",
-    "want_prefill": "watermark",
+    "below_watermark": "watermark",
     "_tokens_to_run": "`lookahead`, fewest tokens of a chunk",
     "requeue": "place of a preempted sequence",
     "_book_out": "aborted between two chunks",

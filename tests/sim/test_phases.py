@@ -3,7 +3,8 @@
 import pyarrow as pa
 import pytest
 
-from mdi_analysis import summarize
+from mdi_analysis import compare, summarize
+from mdi_analysis.overlay import overlay_rows
 from mdi_sim.simulate import simulate
 from mdi_traces.check import check_run
 from mdi_traces.generate import generate_workload
@@ -60,3 +61,12 @@ def test_a_prompt_token_too_many_is_found_beside_who_decodes(runs):
     broken = put_column(run.requests_table, "n_recomputed_tokens", pa.array(computed, pa.int32()))
     (finding,) = check_run(Run(run.steps_table, broken, run.metadata, run.items_table))
     assert (finding.law, finding.row) == ("prompt_tokens_are_computed", 7)
+
+
+def test_runs_of_different_phases_compare(runs):
+    a, b = runs["prefill_first"], runs["mixed"]
+    found = compare(a, b)
+    assert (found.kinds["prefill"].count.b, found.kinds["mixed"].count.a) == (0, 0)
+    assert "mixed step, P50, ms" in str([sheet.rows for sheet in found.sheets()])
+    step_times = next(iter(overlay_rows(a, b, found.names).values()))
+    assert step_times.axes[0].get_xlabel() == "rows of a prefill or mixed step"

@@ -62,7 +62,6 @@ class LLMEngine:
     """Serves requests as they come. Not thread-safe but for `add_request` and `abort_request`.
 
     `recording`, when given, receives every step; it costs a few numbers each.
-
     In a `group` of several ranks, turns are taken together: once any rank has work, each calls
     `step` until `is_idle` says that all are done. `more_to_come` keeps the group awake for
     requests that this rank's caller has yet to add.
@@ -82,6 +81,7 @@ class LLMEngine:
         self.scheduler = scheduler
         self.runner = runner
         self.group = group if group is not None else RankGroup()
+        self.rank_views: list[RankView] = [UnseenRank()] * self.group.size  # no rank sees another
         self.more_to_come = False
         self.vocab_size = vocab_size
         self.recording = recording
@@ -177,11 +177,6 @@ class LLMEngine:
         return self.group.size
 
     @property
-    def rank_views(self) -> list[RankView]:
-        """What placements see of the ranks: nothing."""
-        return [UnseenRank() for _ in range(self.group.size)]
-
-    @property
     def is_quiet(self) -> bool:
         """Whether the loop sleeps, since no rank has work, and nothing was added here since."""
         return isinstance(self._effect, AwaitArrival) and not self.book.live
@@ -252,9 +247,8 @@ class LLMEngine:
     def close(self, *, leaves_group: bool = True) -> None:
         """Stop the device worker, free the cache and leave the group; harmless when done twice.
 
-        Requests that still run get a last output with the finish reason `error`.
-
-        Another engine may serve on in a group that was not left; no step may be in flight then.
+        Requests that still run get a last output with the finish reason `error`. Another engine
+        may serve on in a group that was not left; no step may be in flight then.
         """
         self._stop("it was closed", leaves_group=leaves_group)
 

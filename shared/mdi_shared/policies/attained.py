@@ -60,12 +60,12 @@ class LAS(Policy):
     quantum: int = number(2_048, least=1)
     ratio: int = number(2, least=2)
     evict: int = number(0)
-    attained: dict[str, int] = field(default_factory=lambda: defaultdict(int), init=False)
+    attained: dict[str | int, int] = field(default_factory=lambda: defaultdict(int), init=False)
 
     def level(self, seq: Sequence) -> int:
         """Return the level of its program, 0 the highest."""
-        level, ends = 0, self.quantum
-        while ends <= self.attained.get(_program(seq), 0):
+        level, ends, attained = 0, self.quantum, self.attained.get(_program(seq), 0)
+        while ends <= attained:
             level, ends = level + 1, ends * self.ratio
         return level
 
@@ -84,7 +84,7 @@ class LAS(Policy):
             del self.attained[_program(seq)]
 
 
-def _program(seq: Sequence) -> str:
-    """Name the program; a request of none is told apart by a mark no name has."""
+def _program(seq: Sequence) -> str | int:
+    """Name the program; a request of none is its own, by a number, which no name is."""
     program = seq.request.hints.program
-    return f"p {program}" if program is not None else f"r {seq.seq_id}"
+    return program if program is not None else seq.seq_id

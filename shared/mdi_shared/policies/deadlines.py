@@ -14,6 +14,7 @@ class EDF(Policy):
     """
 
     ttft_s: float = number(1.0, above=0)
+    keeps_keys = True
 
     def order(self, seq: Sequence, view: View) -> Key:
         due = seq.request.hints.deadline_ns

@@ -11,6 +11,8 @@ from mdi_shared.request import Sequence
 class SJF(Predicting):
     """The shortest predicted output first. Source: SSJF; learning to rank (NeurIPS 24)."""
 
+    keeps_keys = True
+
     def order(self, seq: Sequence, view: View) -> Key:
         return self.predicted(seq)
 
@@ -26,6 +28,7 @@ class SRPT(Predicting):
 
     ratio: float = number(64.0, above=0)
     evict: int = number(0)
+    keeps_keys = True
 
     def order(self, seq: Sequence, view: View) -> Key:
         return self.left(seq) + work_left(seq) / self.ratio

@@ -66,9 +66,19 @@ class Combined(Policy):
         self._all = tuple(dict.fromkeys(axes.values()))
         self.mixes, self.budget = self._phase.mixes, self._phase.budget
         self.evict = self._order.evict
+        self.keeps_keys = self._order.keeps_keys
+        self._by_hook = {"phase": self._phase, "order": self._order, "admit": self._admit,
+                         "victim": self._victim}  # fmt: skip
 
     def __str__(self) -> str:
         return self.spec
+
+    def answering(self, hook: str) -> Policy:
+        return self._by_hook.get(hook, self)
+
+    def answers(self, hook: str) -> bool:
+        asked = [self._by_hook[hook]] if hook in self._by_hook else self._all
+        return any([policy.answers(hook) for policy in asked])
 
     def look(self, view: View) -> None:
         for policy in self._all:
