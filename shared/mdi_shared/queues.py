@@ -12,6 +12,7 @@ from mdi_shared.blocks import BlockPool, Fit
 from mdi_shared.clock import DecodeClock
 from mdi_shared.config import WATERMARK, SchedulerConfig
 from mdi_shared.plan import Ending
+from mdi_shared.prefix.cache import PrefixCache
 from mdi_shared.request import Sequence, State
 
 
@@ -40,14 +41,16 @@ class Queues:
         "live",
         "num_dead_waiting",
         "num_departed",
+        "prefix",
         "running",
         "slots",
         "waiting",
     )
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, prefix: PrefixCache | None = None) -> None:
         self.config = config
-        self.blocks = BlockPool(config.num_blocks)
+        self.prefix = prefix
+        self.blocks = BlockPool(config.num_blocks) if prefix is None else prefix.blocks
         self.slots = BlockPool(config.num_slots)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -66,17 +69,23 @@ class Queues:
 
     def fits(self, seq: Sequence) -> Fit:
         """Say whether the blocks and the slot of a sequence that holds nothing can be had."""
-        fit = self.blocks.fits(self.blocks_needed(seq))
+        needed = self.blocks_needed(seq)
+        pool = self.prefix
+        fit = self.blocks.fits(needed) if pool is None else pool.fits(seq, needed)
         if fit is Fit.OK and self.slots.num_free == 0:
             return Fit.LATER
         return fit
 
     def allocate(self, seq: Sequence) -> None:
-        """Reserve blocks for all its tokens, then a slot (R8)."""
+        """Reserve blocks for all its tokens, shared ones first, then a slot (R8)."""
         held = len(seq.block_table) + seq.slot
         assert held == 0, f"{seq.request.req_id!r} holds memory already"
-        self.add_blocks(seq, self.blocks_needed(seq))
+        if self.prefix is not None:
+            self.prefix.share(seq)
+        self.add_blocks(seq, self.blocks_needed(seq) - len(seq.block_table))
         seq.slot = self.slots.allocate()[0]
+        if self.prefix is not None:
+            self.prefix.restore(seq)
 
     def blocks_needed(self, seq: Sequence) -> int:
         return -(-seq.tokens_needed // self.config.block_size)
@@ -147,6 +156,8 @@ class Queues:
         self.depart(seq)
         self.dead.append(seq)
         self.live.pop(seq.request.req_id, None)
+        if self.prefix is not None and seq.state is not State.ABORTED:
+            self.prefix.finished(seq)
         return Ending(seq.seq_id, seq.finish_reason, seq.output_len)
 
     def take_dead_running(self) -> list[Sequence]:
@@ -177,6 +188,8 @@ class Queues:
         Returns an ending when the configuration stops preempted requests instead of
         recomputing them.
         """
+        if self.prefix is not None:
+            self.prefix.preempted(seq)
         self.release(seq)
         self.depart(seq)
         if self.config.stop_preempted_request:
@@ -193,6 +206,7 @@ class Queues:
         It leaves the batch with the next decode step.
         """
         assert seq.clock is not None, f"{seq.request.req_id!r} does not run"
+        # It leaves no further prefix: that could displace the one found for whoever comes in.
         self.release(seq)
         self.depart(seq)
         self._forget(seq)
@@ -255,6 +269,8 @@ class Queues:
         for seq in list(self.waiting)[1:]:
             behind = bool(seq.block_table) and not seq.is_finished
             assert not behind or self.config.strict_upstream, "only the head may hold blocks"
+        if self.prefix is not None:
+            self.prefix.check_integrity()
         assert self.num_dead_waiting == sum(seq.is_finished for seq in self.waiting)
         assert set(self.dead) == {seq for seq in self.running if seq.is_finished}
 

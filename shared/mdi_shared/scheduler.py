@@ -32,6 +32,7 @@ from mdi_shared.plan import (
 from mdi_shared.policies.base import Policy
 from mdi_shared.policies.phases import require_allowed
 from mdi_shared.prefill import PrefillBatch, PrefillSelection
+from mdi_shared.prefix.cache import PrefixCache
 from mdi_shared.queues import Queues
 from mdi_shared.repeat import Horizon, foretell, take_blocks
 from mdi_shared.request import Request, Sequence, State
@@ -44,7 +45,7 @@ class Scheduler:
     `policy` decides how many prompt tokens a chunk gets; left out, the token budget decides.
     `scheduling` decides who is next, who may take memory and who gives way; left out, the engine's
     own rules (docs/rules.md, R6, R8 and R17). Raises `ConfigError` for one that `config` does
-    not allow.
+    not allow. A prefix hit leaves at least `hit_margin` tokens to compute (bounded replay).
     """
 
     def __init__(
@@ -52,10 +53,13 @@ class Scheduler:
         config: SchedulerConfig,
         policy: ChunkPolicy | None = None,
         scheduling: Policy | None = None,
+        *,
+        hit_margin: int = 1,
     ) -> None:
         require_allowed(scheduling, config)
         self.config = config
-        self.queues = Queues(config)
+        prefix = PrefixCache(config, max(hit_margin, 1)) if config.enable_prefix_cache else None
+        self.queues = Queues(config, prefix)
         self.policy: ChunkPolicy = policy if policy is not None else TokenBudget()
         self.decode_step = 0  # decode steps since the last prefill step, idle ones included
         self.step = 0  # number of the newest step planned; the first is 1
@@ -170,7 +174,7 @@ class Scheduler:
         chosen = self._choose()
         plan = self._decode_plan(chosen, ballot)
         self._check_progress(plan)
-        self._put_in_flight(plan, chosen.seqs)
+        plan = self._put_in_flight(plan, chosen.seqs)
         self.decode_step += 1
         return plan
 
@@ -223,7 +227,7 @@ class Scheduler:
             target_ns=self.policy.target_ns,
         )
         plan = plan._replace(num_batched_tokens=plan.prompt_tokens)
-        self._put_in_flight(plan, [*chosen.seqs, *batch.picked])
+        plan = self._put_in_flight(plan, [*chosen.seqs, *batch.picked])
         self._begin_anew()
         return plan
 
@@ -254,7 +258,7 @@ class Scheduler:
             num_batched_tokens=batch.used_tokens,
             target_ns=self.policy.target_ns,
         )
-        self._put_in_flight(plan, picked)
+        plan = self._put_in_flight(plan, picked)
         self._begin_anew()
         return plan
 
@@ -262,9 +266,14 @@ class Scheduler:
         self.step += 1
         return self.step
 
-    def _put_in_flight(self, plan: StepPlan, seqs: list[Sequence]) -> None:
+    def _put_in_flight(self, plan: StepPlan, seqs: list[Sequence]) -> StepPlan:
+        """Note a plan as made and return it, with what prefix reuse has to be done before it."""
+        prefix = self.queues.prefix
+        if prefix is not None:
+            plan = plan._replace(copies=prefix.take_copies(), hits=prefix.take_hits())
         self._in_flight.append(InFlightStep(plan, seqs, self.queues.num_departed))
         self.queues.clock.planned += plan.decodes
+        return plan
 
     def _check_progress(self, plan: StepPlan) -> None:
         """Raise when this and every later step is an empty decode although requests wait."""

@@ -10,13 +10,14 @@ Read next: `stretch.py` (the law, for many equal steps at once), `group.py` (ran
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import simpy
 
 from mdi_shared.cost.shape import ModelShape
 from mdi_shared.cost.step_cost import StepCost, decode_times
+from mdi_shared.cost.tails import copies_ns
 from mdi_shared.cost.work import DecodeWork, StepWork, step_work
 from mdi_shared.loop import (
     Answer,
@@ -177,6 +178,9 @@ class RankDriver:
         if len(in_flight) == self.scheduler.keep:
             oldest = in_flight[0].process_ns if in_flight else process
         work, rows, device, is_certain = self._device_times(plan)
+        if plan.copies:
+            first_ns = next(device) + copies_ns(self.shape, self.cost, len(plan.copies))
+            device = chain((first_ns,), device)
         lane = Lane(
             horizon, plan.is_prefill, rows, device, is_certain,
             ready_ns=planned + launch, queued_ns=planned + launch + host.queue(prompt_tokens),

@@ -56,10 +56,13 @@ def replay_recorded(
     config, shape = run.scheduler, run.shape
     ranks = _number_of_ranks(recorded)
     trace = recorded_requests(recorded)
-    workload = Workload(trace, ranks, RoundRobin())  # each request has the rank it was served on
+    # Each request has the rank it was served on.
+    workload = Workload(trace, ranks, RoundRobin(), has_prefixes=config.enable_prefix_cache)
     schedulers = [
-        Scheduler(config, _recorded_chunks(recorded, run), run.new_policy()) for _ in range(ranks)
-    ]
+        Scheduler(config, _recorded_chunks(recorded, run), run.new_policy(),
+                  hit_margin=shape.replay_keep_tokens)
+        for _ in range(ranks)
+    ]  # fmt: skip
     sources, _ = workload.sources(schedulers)
     env = simpy.Environment()
     group = Group(env, ranks)

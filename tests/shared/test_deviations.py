@@ -35,7 +35,7 @@ PLACES = {
     "_check_progress": "deadlock",
 }
 # Orders that are kept are those that sorting gives; checks and refusals of options decide nothing.
-NO_RULES = {"keeps_order", "check_integrity", "require_allowed"}
+NO_RULES = {"keeps_order", "check_integrity", "require_allowed", "_prefix_rules"}
 
 
 def places_that_ask():

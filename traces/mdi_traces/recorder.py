@@ -48,7 +48,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "stretches": (
         "row", "kind", "step", "decode_step", "vote", "want", "n_items", "rows_each",
         "n_tokens_padded", "n_chunked", "n_finished", "n_ignored", "n_preempted", "target_ns",
-        "shift", "free_blocks", "free_slots",
+        "shift", "free_blocks", "free_slots", "n_restored", "n_saved",
         *Launches._fields, "n_wanting",
     ),
     "prompts": ("row", "seq_id", "q", "k"),
@@ -68,7 +68,7 @@ MEETING_FIELDS = ("met_ns", "pred_ns")  # of all but the first of a stretch; of 
 MEASURED_FIELDS = ("sample_ns", "graph_size", "moe_imbalance")  # by a real device
 REQUEST_FIELDS = (
     "rank", "t_first_sched", "t_first_token", "t_finish", "output_len",
-    "n_chunks", "n_preempt", "n_recomputed_tokens",
+    "n_chunks", "n_preempt", "n_recomputed_tokens", "hit_tokens", "known_tokens",
 )  # fmt: skip
 
 
@@ -85,6 +85,8 @@ class RequestLog:
     n_chunks: int = 0
     n_preempt: int = 0
     n_recomputed_tokens: int = 0
+    hit_tokens: int = 0
+    known_tokens: int = 0
     finish_reason: str | None = None
 
 
@@ -127,15 +129,17 @@ class RankRecorder:
         `work` may be None for a step of one row per sequence. `meetings` are `MEETING_FIELDS`.
         """
         entries, row, size = self.entries, self.num_launched, len(plan.batch.members)
+        restored = sum(copy.to_slot for copy in plan.copies)
         entries["stretches"].extend((
             row, _KIND_CODES[plan.kind], plan.step, plan.decode_step, _VOTE_CODES[plan.vote],
             plan.want, size, plan.rows_each, plan.num_batched_tokens, plan.is_partial,
             len(plan.finished), len(plan.ignored), len(plan.preempted), plan.target_ns, plan.shift,
-            plan.free_blocks, plan.free_slots, *times, 0,
+            plan.free_blocks, plan.free_slots, restored, len(plan.copies) - restored, *times, 0,
         ))  # fmt: skip
         self.num_launched += count
         for seq_id in plan.preempted:
             self.requests[seq_id].n_preempt += 1
+        self._note_hits(plan)
         self._note_prompts(plan, row, times.t_sched)
         if plan.decodes:
             if plan.joined or plan.left:
@@ -229,6 +233,12 @@ class RankRecorder:
                     entries["accepted"].extend((row, seq_id, len(tokens) - 1))
         entries["queues"].extend((row, outcome.n_waiting + due, outcome.n_running))
         self.num_processed += 1
+
+    def _note_hits(self, plan: StepPlan) -> None:
+        for seq_id, tokens, known in plan.hits:
+            log = self.requests[seq_id]
+            if log.t_first_sched == NOT_YET:  # a preempted one finds what it left itself
+                log.hit_tokens, log.known_tokens = tokens, known
 
     def _note_prompts(self, plan: StepPlan, row: int, now_ns: int) -> None:
         if not plan.prompts:

@@ -318,7 +318,8 @@ class LLMEngine:
             self._num_submitted += 1
             if self.recording is not None:
                 self.recording.submitted(state)
-        return News(tuple(state.request() for state in arrived), tuple(aborts), self._poll_ns)
+        requests = tuple(state.request(self.scheduler.config) for state in arrived)
+        return News(requests, tuple(aborts), self._poll_ns)
 
     # ---- effects -------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from mdi_exec.engine.options import (
     DEFAULT_COPIES_GB,
     DEFAULT_KV_CACHE_GB,
     GB,
+    cache_layout,
     scheduler_config,
     split_options,
 )
@@ -75,7 +76,7 @@ def reach_of(model: str | Path, options: Mapping[str, Any]) -> Reach:
     """Return the reach of an `LLM` with these options on a GPU; none is needed here."""
     engine_options, scheduler_options = split_options(dict(options))
     source = open_model(model, "cpu", engine_options.revision)
-    layout = CacheLayout(config=source.config, numerics=Numerics(engine_options.numerics))
+    layout = cache_layout(source.config, engine_options, scheduler_options)
     config = scheduler_config(
         scheduler_options, layout, DEFAULT_KV_CACHE_GB * GB,
         eos_token_id=source.config.eos_token_id,

@@ -25,7 +25,13 @@ from mdi_exec.engine.memory import (
     memory_line,
     require_fits_on,
 )
-from mdi_exec.engine.options import DEFAULT_KV_CACHE_GB, GB, EngineOptions, scheduler_config
+from mdi_exec.engine.options import (
+    DEFAULT_KV_CACHE_GB,
+    GB,
+    EngineOptions,
+    cache_layout,
+    scheduler_config,
+)
 from mdi_exec.engine.recording import Recording, hardware_name
 from mdi_exec.engine.runner import ModelRunner
 from mdi_exec.model.cache import CacheLayout, DeviceCache
@@ -78,7 +84,6 @@ class LoadedModel:
         require_even_experts(self.config.n_routed_experts, group.size)
         self.options.require_weights_fit(self.source.weight_bytes)
         numerics = Numerics(self.options.numerics)
-        self.layout = CacheLayout(config=self.config, numerics=numerics)
         self.shard = ExpertShard(group.rank, group.size)
         estimate = self._estimate(self.options, scheduler_options)
         if group.size > 1 or self.options.device != "cpu":
@@ -111,7 +116,8 @@ class LoadedModel:
         if note is not None:
             tell(note)
         config = self.planned_config(self.options, scheduler_options)
-        reach = Reach.of(self.layout, config, self.options.expanded_weights_bytes)
+        reach = Reach.of(self._layout(self.options, scheduler_options), config,
+                         self.options.expanded_weights_bytes)  # fmt: skip
         with torch.cuda.device(self.options.device):
             compile_ahead(reach, current_architecture(), told_in_lines(tell))
 
@@ -121,6 +127,9 @@ class LoadedModel:
         return make_exchange(self.options.exchange, tensors, rows_group=rows_group)
 
     # ---- memory --------------------------------------------------------------------------------
+
+    def _layout(self, options: EngineOptions, scheduler_options: Mapping[str, Any]) -> CacheLayout:
+        return cache_layout(self.config, options, scheduler_options)
 
     def _line(self, estimate: MemoryEstimate) -> str:
         line = memory_line(estimate, self.config, self.shard)
@@ -136,8 +145,8 @@ class LoadedModel:
             context=config.max_model_len,
         )  # fmt: skip
         return estimate_memory(
-            self.layout.with_drafts(config.num_draft_tokens), limits,
-            num_blocks=config.num_blocks, num_slots=config.num_slots,
+            self._layout(options, scheduler_options), limits, num_blocks=config.num_blocks,
+            num_slots=config.num_slots,
             copies_limit=options.expanded_weights_bytes, for_kernels=options.uses_kernels,
             shard=self.shard,
         )  # fmt: skip
@@ -151,7 +160,7 @@ class LoadedModel:
         """
         is_sized = options.gpu_memory_utilization is None
         kv_bytes = options.kv_bytes(0) if is_sized else DEFAULT_KV_CACHE_GB * GB
-        return self._sized(scheduler_options, kv_bytes)
+        return self._sized(options, scheduler_options, kv_bytes)
 
     def require_room(self, options: EngineOptions, scheduler_options: Mapping[str, Any]) -> None:
         """Raise `ConfigError` unless another engine fits beside the weights, which are in."""
@@ -160,9 +169,12 @@ class LoadedModel:
         estimate = self._estimate(options, scheduler_options)
         require_fits_on(replace(estimate, weights=0, copies=0), options.device)
 
-    def _sized(self, options: Mapping[str, Any], kv_bytes: float) -> SchedulerConfig:
+    def _sized(
+        self, options: EngineOptions, scheduler_options: Mapping[str, Any], kv_bytes: float
+    ) -> SchedulerConfig:
         config = scheduler_config(
-            options, self.layout, kv_bytes, eos_token_id=self.config.eos_token_id,
+            scheduler_options, self._layout(options, scheduler_options), kv_bytes,
+            eos_token_id=self.config.eos_token_id,
             max_positions=self.config.max_position_embeddings,
         )  # fmt: skip
         require_drafts(config.num_draft_tokens, self.config, device=self.options.device,
@@ -183,7 +195,8 @@ class LoadedModel:
         workspace = 0
         if options.gpu_memory_utilization is not None:
             workspace = self._estimate(options, scheduler_options).workspace
-        config = self._agreed(options, self._sized(scheduler_options, options.kv_bytes(workspace)))
+        sized = self._sized(options, scheduler_options, options.kv_bytes(workspace))
+        config = self._agreed(options, sized)
         shape = shape_of(
             self.config, self.source.name, replay_keep_tokens=options.replay_keep_tokens
         )
@@ -204,7 +217,12 @@ class LoadedModel:
                 drafting=config.num_draft_tokens > 0,
             )
         engine = LLMEngine(
-            Scheduler(config, make_policy(config, shape, cost), new_policy(options.policy)),
+            Scheduler(
+                config,
+                make_policy(config, shape, cost),
+                new_policy(options.policy),
+                hit_margin=options.replay_keep_tokens,
+            ),
             self._runner(options, config),
             vocab_size=self.config.vocab_size,
             tokenizer=self.tokenizer,
@@ -216,7 +234,7 @@ class LoadedModel:
 
     def _runner(self, options: EngineOptions, config: SchedulerConfig) -> ModelRunner:
         cache = DeviceCache(
-            self.layout.with_drafts(config.num_draft_tokens),
+            self._layout(options, asdict(config)),
             num_blocks=config.num_blocks,
             num_slots=config.num_slots,
             device=options.device,

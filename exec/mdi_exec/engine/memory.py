@@ -86,7 +86,7 @@ def estimate_memory(
     return MemoryEstimate(
         weights, copies, cache_bytes(layout, num_blocks, num_slots),
         workspace_bytes(config, layout.numerics, limits, for_kernels=for_kernels,
-                        num_ranks=shard.size),
+                        num_ranks=shard.size, ring=layout.window_rows),
     )  # fmt: skip
 
 
@@ -126,8 +126,10 @@ def memory_line(estimate: MemoryEstimate, config: ModelConfig, shard: ExpertShar
 
 
 def cache_bytes(layout: CacheLayout, num_blocks: int, num_slots: int) -> int:
-    """Return the bytes of a cache; block and slot 0 count."""
-    return num_blocks * layout.bytes_per_block + num_slots * layout.bytes_per_slot
+    """Return the bytes of a cache with its tails; block, slot and tail 0 count."""
+    per_pool = ((num_blocks, layout.bytes_per_block), (num_slots, layout.bytes_per_slot),
+                (layout.num_tails, layout.bytes_per_tail))  # fmt: skip
+    return sum(count * size for count, size in per_pool)
 
 
 def _copied_bytes(specs: dict[str, TensorSpec], *, for_kernels: bool) -> int:
@@ -150,21 +152,25 @@ def _projection_terms_bytes(c: ModelConfig) -> int:
 
 def workspace_bytes(
     config: ModelConfig, numerics: Numerics, limits: StepLimits, *, for_kernels: bool,
-    num_ranks: int = 1,
+    num_ranks: int = 1, ring: int | None = None,
 ) -> int:  # fmt: skip
-    """Return an upper bound of what a step holds beside weights and cache, on each of the ranks."""
+    """Return an upper bound of what a step holds beside weights and cache, on each of the ranks.
+
+    `ring` are positions of a window ring, left out: the window.
+    """
+    kept = config.sliding_window if ring is None else ring
     # A reference holds a float32 copy of its input and its output beside both.
     element = numerics.dtype.itemsize + (0 if for_kernels else 8)
     # Streams before and after a sublayer, and what attention read from them, twice.
     streams = 2 * limits.rows * (config.hc_mult + 1) * config.hidden_size * element
     phases = (
-        _attention(config, limits, element, for_kernels=for_kernels),
+        _attention(config, limits, element, kept, for_kernels=for_kernels),
         _selection(config, limits, element, for_kernels=for_kernels),
         _experts(config, limits, element, for_kernels=for_kernels, num_ranks=num_ranks),
         _engram(config, limits, element, for_kernels=for_kernels, num_ranks=num_ranks),
         _head(config, limits, for_kernels=for_kernels),
     )
-    staged = _staged(config, limits) if for_kernels else 0
+    staged = _staged(config, limits, kept) if for_kernels else 0
     return int(MARGIN * (streams + _row_numbers(config, limits) + staged + max(phases)))
 
 
@@ -175,19 +181,21 @@ def _row_numbers(c: ModelConfig, limits: StepLimits) -> int:
     return 8 * (limits.rows * each + kept)
 
 
-def _staged(c: ModelConfig, limits: StepLimits) -> int:
+def _staged(c: ModelConfig, limits: StepLimits, ring: int) -> int:
     """Decoded keys: the entries of a step's sequences, up to a limit, and one layer's window."""
     ratios = [r for r in c.compress_ratios[: c.num_hidden_layers] if r]
     blocks = limits.seqs * -(-limits.context // BLOCK_TOKENS)
     entries = blocks * (BLOCK_TOKENS // min(ratios)) if ratios else 0
-    window = limits.rows + limits.seqs * c.sliding_window
+    window = limits.rows + limits.seqs * ring
     return 2 * c.head_dim * (min(entries, MAX_ENTRIES) + window)
 
 
-def _attention(c: ModelConfig, limits: StepLimits, element: int, *, for_kernels: bool) -> int:
+def _attention(
+    c: ModelConfig, limits: StepLimits, element: int, ring: int, *, for_kernels: bool
+) -> int:
     rows, wide = limits.rows, c.num_attention_heads * c.head_dim
     narrow = 3 * c.hidden_size + 3 * c.q_lora_rank + c.o_groups * c.o_lora_rank
-    window = 2 * (rows + limits.seqs * c.sliding_window) * c.head_dim
+    window = 2 * (rows + limits.seqs * ring) * c.head_dim
     held = (rows * (3 * wide + narrow) + window) * element
     if for_kernels:
         return held

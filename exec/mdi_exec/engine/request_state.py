@@ -14,7 +14,9 @@ from typing import Any, Protocol
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.engine.text import OutputText
 from mdi_exec.weights.tokenizer import Tokenizer
+from mdi_shared.config import SchedulerConfig
 from mdi_shared.errors import ConfigError, require_int
+from mdi_shared.prefix.contents import TokenContents
 from mdi_shared.request import Request
 
 Logprobs = dict[int, float]
@@ -42,13 +44,14 @@ class RequestState:
     block_table: "array[int]" = field(default_factory=lambda: ints32())
     finish_reason: str | None = None
 
-    def request(self) -> Request:
-        """Return what the scheduler needs to know."""
-        params = self.params
+    def request(self, config: SchedulerConfig) -> Request:
+        """Return what a scheduler of this config needs to know."""
+        params, shares = self.params, config.enable_prefix_cache
         return Request(
             req_id=self.req_id, prompt_len=self.prompt_len, max_tokens=params.max_tokens,
             ignore_eos=params.ignore_eos, stop_token_ids=params.stop_token_ids,
             arrived_ns=self.arrival_ns, hints=params.hints,
+            contents=TokenContents(self.tokens, config.block_size) if shares else None,
         )  # fmt: skip
 
     def stop_string_within(self, count: int) -> int | None:

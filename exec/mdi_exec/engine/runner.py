@@ -37,10 +37,11 @@ from mdi_exec.errors import EngineStoppedError, NumericsError
 from mdi_exec.model.batch import Batch
 from mdi_exec.model.cache import DeviceCache
 from mdi_exec.model.staging import Staging
+from mdi_exec.model.tails import Tails
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.ops.sampler import Sampler
 from mdi_exec.ranks.parallel import RankGroup
-from mdi_shared.plan import StepPlan
+from mdi_shared.plan import StepPlan, TailCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,7 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.cache_layout = cache.layout
+        self._tails = Tails(cache)
         self.replay_keep_tokens = replay_keep_tokens
         self.on_logits = on_logits
         self._group = group if group is not None else RankGroup()
@@ -142,6 +144,7 @@ class ModelRunner:
         if self.graphs is not None:
             self.graphs.free()
         self._program.cache.free()
+        self._tails.free()
 
     def launch(self, plan: StepPlan, requests: Sequence[RequestState]) -> "tuple[Pending, int]":
         """Start a step and return at once; `requests` are its sequences, in plan order.
@@ -149,7 +152,7 @@ class ModelRunner:
         Returns what the step will have sampled, and the monotonic time it was handed over.
         """
         if not plan.seq_ids and self._group.size == 1:
-            return self._nothing()
+            return self._nothing(plan.copies)
         inputs = self._inputs(plan, requests)
         sampled = [s for i, s in enumerate(plan.seq_ids) if not (
             plan.is_partial and i == len(plan.seq_ids) - 1)]  # fmt: skip
@@ -157,9 +160,9 @@ class ModelRunner:
         self._announce(inputs)
         handed_ns = time.monotonic_ns()
         if self._worker is not None:
-            return self._worker.submit(self._run, inputs, handed_ns), handed_ns
+            return self._worker.submit(self._run, inputs, handed_ns, plan.copies), handed_ns
         with self._on_device():
-            flight = self._start(inputs, handed_ns)
+            flight = self._start(inputs, handed_ns, plan.copies)
         return _Waiting(lambda: self._collect(flight)), handed_ns
 
     def _announce(self, inputs: StepInputs) -> None:
@@ -186,21 +189,26 @@ class ModelRunner:
         return gather_inputs(plan, requests, self._row_of, shape=shape,
                              replay_keep_tokens=self.replay_keep_tokens)  # fmt: skip
 
-    def _nothing(self) -> "tuple[Pending, int]":
+    def _nothing(self, copies: tuple[TailCopy, ...]) -> "tuple[Pending, int]":
         """A step without rows: it is over at once, but not before its predecessors."""
         self._row_of = {}
         now_ns = time.monotonic_ns()
 
         def collect() -> StepTokens:
+            if self._worker is not None:
+                self._tails.copy(copies)
             at_ns = max(now_ns, self._last_end_ns)
             return StepTokens([], [], at_ns, at_ns)
 
+        if self._worker is None:
+            with self._on_device():
+                self._tails.copy(copies)
         return (_Waiting(collect) if self._worker is None else self._worker.submit(collect)), now_ns
 
     def _on_device(self) -> AbstractContextManager[object]:
         return torch.cuda.device(self.model.device) if self._is_cuda else nullcontext()
 
-    def _run(self, inputs: StepInputs, handed_ns: int) -> StepTokens:
+    def _run(self, inputs: StepInputs, handed_ns: int, copies: tuple[TailCopy, ...]) -> StepTokens:
         """Run a step on the worker; behind one that failed none runs any more.
 
         In a group it would meet the other ranks in the middle of the failed step.
@@ -208,15 +216,16 @@ class ModelRunner:
         if self._has_failed:
             raise EngineStoppedError("a step before this one has failed")
         try:
-            return self._collect(self._start(inputs, handed_ns))
+            return self._collect(self._start(inputs, handed_ns, copies))
         except BaseException:
             self._has_failed = True
             raise
 
     @torch.inference_mode()
-    def _start(self, inputs: StepInputs, handed_ns: int) -> _Flight:
-        """Hand a step's work to the device."""
+    def _start(self, inputs: StepInputs, handed_ns: int, copies: tuple[TailCopy, ...]) -> _Flight:
+        """Hand a step's work to the device, behind what is to be copied before it."""
         begin = self._clock.mark()
+        self._tails.copy(copies)
         if inputs.graph_size:
             assert self.graphs is not None, "a padded step is for a graph"
             forwarded = self.graphs.forward(inputs, self._staging)
