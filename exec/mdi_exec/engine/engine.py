@@ -324,13 +324,12 @@ class LLMEngine:
             state.arrival_ns = max(state.arrival_ns, looked_ns + 1)
         if arrived:
             self._ingress_ns = self._poll_ns - max(state.arrival_ns for state in arrived)
-        for state in arrived:
-            self._by_seq[self._num_submitted] = state
-            self._num_submitted += 1
+        for self._num_submitted, state in enumerate(arrived, start=self._num_submitted + 1):
+            self._by_seq[self._num_submitted - 1] = state
             if self.recording is not None:
                 self.recording.submitted(state)
-        requests = tuple(state.request(self.scheduler.config) for state in arrived)
-        return News(requests, tuple(aborts), self._poll_ns)
+        requests = (state.request(self.scheduler.config) for state in arrived)
+        return News(tuple(requests), tuple(aborts), self._poll_ns)
 
     # ---- effects -------------------------------------------------------------------------------
 
