@@ -100,8 +100,7 @@ class LLMEngine:
         # One start for all ranks: their clocks are the same where they share a machine.
         self._start_ns = max(ns for (ns,) in self.group.gather((time.monotonic_ns(),)))
         self._poll_ns = 0
-        self._waited_ns = 0  # at votes since that poll
-        self._ingress_ns = NO_ARRIVAL  # how long the newest request waited for that poll
+        self._waited_ns, self._ingress_ns = 0, NO_ARRIVAL  # at votes since that poll, and before it
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -324,12 +323,13 @@ class LLMEngine:
             state.arrival_ns = max(state.arrival_ns, looked_ns + 1)
         if arrived:
             self._ingress_ns = self._poll_ns - max(state.arrival_ns for state in arrived)
-        for self._num_submitted, state in enumerate(arrived, start=self._num_submitted + 1):
-            self._by_seq[self._num_submitted - 1] = state
+        for state in arrived:
+            self._by_seq[self._num_submitted] = state
+            self._num_submitted += 1
             if self.recording is not None:
                 self.recording.submitted(state)
-        requests = (state.request(self.scheduler.config) for state in arrived)
-        return News(tuple(requests), tuple(aborts), self._poll_ns)
+        config = self.scheduler.config
+        return News(tuple(s.request(config) for s in arrived), tuple(aborts), self._poll_ns)
 
     # ---- effects -------------------------------------------------------------------------------
 
