@@ -89,8 +89,7 @@ class LLMEngine:
         # One start for all ranks: their clocks are the same where they share a machine.
         self._start_ns = max(ns for (ns,) in self.group.gather((time.monotonic_ns(),)))
         self._poll_ns = 0
-        self._waited_ns = 0  # at votes since that poll
-        self._ingress_ns = NO_ARRIVAL  # how long the newest request waited for that poll
+        self._waited_ns, self._ingress_ns = 0, NO_ARRIVAL  # at votes since that poll, and before it
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -318,8 +317,8 @@ class LLMEngine:
             self._num_submitted += 1
             if self.recording is not None:
                 self.recording.submitted(state)
-        requests = tuple(state.request(self.scheduler.config) for state in arrived)
-        return News(requests, tuple(aborts), self._poll_ns)
+        config = self.scheduler.config
+        return News(tuple(s.request(config) for s in arrived), tuple(aborts), self._poll_ns)
 
     # ---- effects -------------------------------------------------------------------------------
 
