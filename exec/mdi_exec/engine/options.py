@@ -264,7 +264,7 @@ def split_options(options: Mapping[str, Any]) -> tuple[EngineOptions, dict[str, 
 def cache_layout(
     config: ModelConfig, options: EngineOptions, scheduler_options: Mapping[str, Any]
 ) -> CacheLayout:
-    """Return the layout of an engine's cache; that with prefix reuse has tails, or with drafts rings.
+    """Return the layout of an engine's cache: with tails for prefix reuse, with rings for drafts.
 
     Raises `ConfigError` for both at once: a tail has no rings of the draft layers.
     """
