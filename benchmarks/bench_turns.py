@@ -24,9 +24,9 @@ from gpu_timing import Cell, Table, conditions
 
 from mdi_exec.engine.engine import LLMEngine
 from mdi_exec.engine.request_state import RequestState
-from mdi_exec.engine.runner import StepTokens
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.engine.step_inputs import GraphShape, gather_inputs
+from mdi_exec.engine.step_tokens import StepTokens
 from mdi_exec.model.batch import BLOCK_TOKENS
 from mdi_exec.model.staging import Packing
 from mdi_shared.config import SchedulerConfig

@@ -72,12 +72,13 @@ def listed(values: Mapping[str, float], pattern: str = "{:,.0f}") -> str:
     return ", ".join(f"{name} {pattern.format(value)}" for name, value in values.items())
 
 
-def azure(seeds: int, count: int = 300) -> list[RequestTrace]:
-    return [mdi.generate_workload("azure-conv", num_requests=count, rate=40.0, seed=seed)
+def azure(seeds: int, count: int = 300, rate: float = 40.0) -> list[RequestTrace]:
+    """Return Azure conversations, more than one rank keeps up with unless `rate` is low."""
+    return [mdi.generate_workload("azure-conv", num_requests=count, rate=rate, seed=seed)
             for seed in range(seeds)]  # fmt: skip
 
 
-def sharegpt(seeds: int, rate: float, count: int = 200) -> list[RequestTrace]:
+def sharegpt(seeds: int, rate: float, count: int = 120) -> list[RequestTrace]:
     """ShareGPT lengths whose users allow 2,048 output tokens, whatever comes."""
     made = [mdi.generate_workload("sharegpt", num_requests=count, rate=rate, seed=seed)
             for seed in range(seeds)]  # fmt: skip
@@ -122,7 +123,7 @@ def slower_slope(seeds: int) -> Outcome:
 
 
 def past_future(seeds: int) -> Outcome:
-    works = [*sharegpt(seeds, 0.9), *sharegpt(seeds, 1.1)]
+    works = sharegpt(seeds, 1.2)
     runs = served(works, ("fcfs", "conservative", "past_future"), **CHAT_POOL)
     slo = mdi.SLO(ttft_ms=20_000, tpot_ms=30)
     shares = {}
@@ -198,16 +199,46 @@ def with_long_prompts(seed: int, count: int = 200) -> RequestTrace:
 
 
 def aging(seeds: int) -> Outcome:
-    works = [mdi.generate_workload("azure-code", num_requests=300, rate=15.0, seed=seed)
+    works = [mdi.generate_workload("azure-code", num_requests=300, rate=6.0, seed=seed)
              for seed in range(seeds)]  # fmt: skip
-    runs = served(works, ("fcfs", "sjf_aging"), num_blocks=2_000)
-    p50 = {policy: float(pooled(each)["e2e_ms"].median()) for policy, each in runs.items()}
-    spans = {policy: sum(run.requests["t_finish"].max() for run in each)
-             for policy, each in runs.items()}  # fmt: skip
-    faster = p50["sjf_aging"] / p50["fcfs"] - 1
-    speed = spans["fcfs"] / spans["sjf_aging"] - 1
-    return Outcome(f"P50 of latency {faster:+.1%}, throughput {speed:+.1%}",
-                   faster < -0.01 and abs(speed) < 0.01)  # fmt: skip
+    runs = served(works, ("phase=mixed", "sjf_aging+phase=mixed"), num_blocks=2_000)
+    fcfs, aged = (pooled(each) for each in runs.values())
+    slow, fast = (sum(run.requests["t_finish"].max() for run in each) for each in runs.values())
+    first, whole = (aged[name].median() / fcfs[name].median() - 1 for name in ("ttft_ms", "e2e_ms"))
+    speed = slow / fast - 1
+    return Outcome(f"P50 of latency {whole:+.1%}, of TTFT {first:+.1%}; throughput {speed:+.1%}",
+                   whole < -0.05 and abs(speed) < 0.01)  # fmt: skip
+
+
+def stalls(seeds: int) -> Outcome:
+    works = azure(seeds, 100, 6.0)
+    order = ("prefill_first", "mixed", "mixed:budget=2048", "mixed:budget=512")
+    gaps, firsts = {}, {}
+    for policy, each in served(works, order, num_blocks=6_000, max_model_len=32_768).items():
+        found = [run.summary().latency for run in each]
+        gaps[policy] = float(np.mean([one.itl_ms.p99 for one in found if one.itl_ms]))
+        firsts[policy] = float(np.mean([one.ttft_ms.p99 for one in found]))
+    values = list(gaps.values())
+    return Outcome(f"P99, ms: between tokens {listed(gaps)}; TTFT {listed(firsts)}",
+                   values == sorted(values, reverse=True) and values[-1] < 0.5 * values[0]
+                   and firsts["mixed:budget=512"] > firsts["prefill_first"])  # fmt: skip
+
+
+def balance(seeds: int) -> Outcome:
+    placements = ("round_robin", "jsq", "least_kv_held", "balance")
+    uneven, speed = {}, {}
+    for placement in placements:
+        runs = [mdi.simulate(work, placement=placement, ranks=8, scheduler=SMALL_POOL)
+                for work in azure(seeds, 600, 100.0)]  # fmt: skip
+        found = [run.summary(itl=False) for run in runs]
+        uneven[placement] = float(np.mean([one.engine.rank_imbalance for one in found]))
+        speed[placement] = float(np.mean([one.throughput.output_tok_s_gpu for one in found]))
+    return Outcome(
+        f"busiest rank over the mean {listed(uneven, '{:.3f}')}; output tokens/s/GPU "
+        f"{listed(speed)}",
+        uneven["balance"] < uneven["round_robin"]
+        and speed["balance"] > 1.03 * speed["round_robin"],
+    )  # fmt: skip
 
 
 SHAPES: Mapping[str, Shape] = {
@@ -220,7 +251,7 @@ SHAPES: Mapping[str, Shape] = {
     "past-future": Shape(
         "past-future admission has the highest goodput and next to no evictions",
         "LightLLM, ASPLOS 25",
-        "`sharegpt`, max_tokens 2,048, 0.9 and 1.1 requests/s, pool of 160 blocks", past_future),
+        "`sharegpt`, max_tokens 2,048, 1.2 requests/s, pool of 160 blocks", past_future),
     "recompute": Shape(
         "least-computed victims waste fewest tokens (there 24 to 43 % less than the newest)",
         "vLLM RFC 54644", "`azure-conv` at 40 requests/s, pool of 300 blocks", recompute_tax),
@@ -231,9 +262,15 @@ SHAPES: Mapping[str, Shape] = {
         "two backlogged clients' service differs by at most 2 max(w_p L, w_q M) under VTC",
         "OSDI 24", "as above, pool of 400 blocks, one client at twice the rate", two_clients),
     "convoy": Shape(
-        "FCFS convoys behind long prompts, LARS does not and starves nobody", "Medha",
+        "FCFS convoys behind long prompts, LARS does not", "Medha",
         "`azure-conv` cut to 4,000 tokens at 9 requests/s, three prompts of 100,000", convoys),
     "aging": Shape(
-        "SJF with aging lowers the P50 (there by 5 to 10 %) at unchanged throughput", "TensorRT-LLM PR 12428",
-        "`azure-code` at 15 requests/s", aging),
+        "SJF with aging lowers the P50 (there by 5 to 10 %) at unchanged throughput",
+        "TensorRT-LLM PR 12428", "`azure-code` at 6 requests/s, mixed steps as there", aging),
+    "stalls": Shape(
+        "mixed steps: the smaller the budget the steadier the tokens, TTFT pays",
+        "Sarathi-Serve, OSDI 24", "`azure-conv` at 6 requests/s", stalls),
+    "balance": Shape(
+        "ranks that meet at every step: balancing what they hold evens them and is faster",
+        "BalanceRoute, arXiv 2605.06113", "`azure-conv` at 100 requests/s on 8 ranks", balance),
 }  # fmt: skip

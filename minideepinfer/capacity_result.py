@@ -95,7 +95,7 @@ def capacity(
         policies=policies if isinstance(policies, Mapping) else named_policies(policies),
         settings=settings or {DEFAULT: {}}, placements=tuple(placements),
         seeds=range(seeds) if isinstance(seeds, int) else seeds, slo=parse_service_level(slo),
-        slowdown=False, base=description, options=options,
+        base=description, options=options,
     )  # fmt: skip
     return search(
         wanted, Path(out), start=own_rate(wanted) if start is None else start, load=load,
@@ -168,8 +168,9 @@ def _sentence(result: CapacityResult, found: Capacity) -> str:
 def _uncertainty(result: CapacityResult, rate: Interval) -> str:
     if rate.low is None or rate.high is None:
         return f" (one replicate; the search is within {result.tolerance:.1%})"
-    return (f" +- {number((rate.high - rate.low) / 2)} (95 % interval, {rate.n} seeds, each within "
-            f"{result.tolerance:.1%})")  # fmt: skip
+    half, ends = number((rate.high - rate.low) / 2), f"{number(rate.low)} to {number(rate.high)}"
+    within = f"{rate.n} seeds, each within {result.tolerance:.1%}"
+    return f" +- {half} (95 % interval {ends}, {within})"
 
 
 def _against(result: CapacityResult, found: Interval | None) -> str:

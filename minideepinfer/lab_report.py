@@ -6,9 +6,10 @@ Read next: `lab_result.py` (the result), docs/lab.md (how to read it).
 """
 
 from io import StringIO
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
-from mdi_analysis.report import change, counted, make_table, number, percent, plain
+from mdi_analysis.report import Sheet, change, counted, number, percent, plain
 from mdi_sim.search.statistics import (
     VARIANT,
     Interval,
@@ -43,6 +44,8 @@ def verdict(result: "LabResult", measure: str) -> str:
         )
     if len(standings) == 1:
         return f"one variant only: {_named(result, base.variant)} has nothing to be compared with"
+    if isnan(base.values[measure]):
+        return f"no verdict: the runs have no {measure}"
     best, name = ran[0], _named(result, result.baseline)
     if best is base:
         return f"no variant is better than {name} in {measure}"
@@ -74,6 +77,11 @@ def as_text(result: "LabResult", measure: str) -> str:
 
 def tables(result: "LabResult", measure: str) -> list["Table | str"]:
     """Return what people see: the ranking, what could not run, and the sentence."""
+    return [ranking_sheet(result, measure).rich(), *failures(result), result.sentence(measure)]
+
+
+def ranking_sheet(result: "LabResult", measure: str) -> Sheet:
+    """Return the ranking as a table, best first; the second column names the variant."""
     shown = [(column, heading) for column, heading in SHOWN
              if column != measure and result.frame[column].notna().any()]  # fmt: skip
     standings = result.ranking(measure, shown=[column for column, _ in shown])
@@ -88,8 +96,7 @@ def tables(result: "LabResult", measure: str) -> list["Table | str"]:
     title = (f"{counted(len(result.frame), 'run')}: {_workloads(result)}, "
              f"{counted(len(result.plan['seeds']), 'seed')}; latencies in ms; * = no other beats "
              "it in both mean and P99 of e2e")  # fmt: skip
-    return [make_table(title, headers, rows, n_text=3), *_failures(result),
-            result.sentence(measure)]  # fmt: skip
+    return Sheet(title, headers, rows, n_text=3)
 
 
 def document(result: "LabResult", measure: str) -> dict[str, Any]:
@@ -161,7 +168,7 @@ def _errors(result: "LabResult") -> list[dict[str, Any]]:
     return found
 
 
-def _failures(result: "LabResult") -> list[str]:
+def failures(result: "LabResult") -> list[str]:
     """Return lines on runs that failed or are missing."""
     errors = _errors(result)
     lines = [f"failed: {each['policy']} on {each['trace']}, {each['load']}, seed {each['seed']}: "

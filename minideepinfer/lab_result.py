@@ -97,7 +97,6 @@ def lab(
     seeds: int | Sequence[int] = DEFAULT_SEEDS,
     requests: int | None = None,
     slo: str | None = None,
-    slowdown: bool = True,
     out: str | os.PathLike[str] = FOLDER,
     jobs: int = 1,
     cluster: str | None = None,
@@ -122,7 +121,7 @@ def lab(
         policies=policies if isinstance(policies, Mapping) else named_policies(policies),
         loads=[str(load) for load in loads], settings=settings or {DEFAULT: {}},
         placements=tuple(placements), seeds=range(seeds) if isinstance(seeds, int) else seeds,
-        slo=given, slowdown=slowdown, base=description, options=options,
+        slo=given, base=description, options=options,
     )  # fmt: skip
     return perform(wanted, Path(out), jobs=jobs, cluster=cluster, on_run=on_run)
 

@@ -8,18 +8,16 @@ Read next: `mdi_sim/search/rows.py` (the columns), `mdi_analysis/fairness.py` (w
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from mdi_shared.errors import ConfigError, MiniDeepInferError, TraceError
-from mdi_shared.policies import NO_POLICY
 from mdi_shared.run_description import RunDescription
 from mdi_shared.served import Served
-from mdi_sim.search.bounds import Bounds, lower_bounds
+from mdi_sim.search.bounds import Bounds, Floats, alone_ms, lower_bounds
 from mdi_sim.search.lab import Planned
 from mdi_sim.search.rows import LATENCY_NAMES, SIZE_CLASSES, STATISTICS, Row
-from mdi_sim.search.store import code_hash, run_key, trace_hash
+from mdi_sim.search.store import code_hash, trace_hash
 from mdi_sim.simulate import simulate
 
 if TYPE_CHECKING:
@@ -30,9 +28,7 @@ if TYPE_CHECKING:
     from mdi_traces.run import Run
     from minideepinfer.run_summary import RunSummary
 
-APART_NS = 3_600 * 10**9  # between requests that are served alone
 WORKLOADS_AT_HAND = 4
-_alone: dict[str, Mapping[str, float]] = {}  # e2e in ms by request, by the key of its run
 
 
 def run_planned(planned: Planned) -> Row:
@@ -48,8 +44,7 @@ def run_planned(planned: Planned) -> Row:
     try:
         run = simulate(trace, planned.run)
         wall_s = time.perf_counter() - began
-        alone = _alone_ms(planned) if planned.slowdown else None
-        measures = measure(run, planned.run, _slo(planned), alone)
+        measures = measure(run, planned.run, _slo(planned))
     except TraceError:
         raise
     except MiniDeepInferError as error:
@@ -57,18 +52,8 @@ def run_planned(planned: Planned) -> Row:
     return planned.row(measures, None, wall_s)
 
 
-def measure(
-    run: "Run",
-    description: RunDescription,
-    slo: "SLO",
-    alone_ms: Mapping[str, float] | None = None,
-) -> dict[str, Any]:
-    """Return the measures of a run by the names of `rows.py`; those it does not have are absent.
-
-    `alone_ms` is the e2e of each request alone on the engine, by its id.
-    """
-    import numpy as np
-
+def measure(run: "Run", description: RunDescription, slo: "SLO") -> dict[str, Any]:
+    """Return the measures of a run by the names of `rows.py`; those it does not have are absent."""
     from mdi_analysis import request_latencies
     from mdi_analysis.fairness import fairness, longest_wait_s
     from mdi_analysis.report import plain
@@ -81,12 +66,13 @@ def measure(
         **_of_summary(found), **_within(latencies, slo),
         "offered_req_s": _offered(run), "clients": fair.clients, "jain": fair.jain,
         "service_gap": fair.service_gap, "longest_wait_s": longest_wait_s(run, latencies),
-        **({} if alone_ms is None else _slowdowns(latencies, alone_ms)),
     }  # fmt: skip
     known: dict[str, Any] = plain(measures)
-    ended = run.requests_table.take(np.flatnonzero(latencies["outcome"] == "completed"))
+    ended = latencies[latencies["outcome"] == "completed"]
     if len(ended):
-        known |= _over_bounds(known, lower_bounds(ended, description))
+        table = run.requests_table.take(ended.index.to_numpy())
+        known |= _over_bounds(known, lower_bounds(table, description))
+        known |= plain(_slowdowns(ended, alone_ms(table, description)))
     return known
 
 
@@ -156,13 +142,10 @@ def _offered(run: "Run") -> float | None:
     return (len(arrival) - 1) / span_s if span_s > 0 else None
 
 
-def _slowdowns(latencies: "pd.DataFrame", alone_ms: Mapping[str, float]) -> dict[str, float | None]:
-    import numpy as np
-
+def _slowdowns(latencies: "pd.DataFrame", alone: Floats) -> dict[str, float | None]:
     from mdi_analysis import Distribution
     from mdi_analysis.fairness import by_size, slowdowns
 
-    alone = np.array([alone_ms.get(req_id, np.nan) for req_id in latencies["req_id"]])
     values = slowdowns(latencies, alone)
     whole = Distribution.of(values)
     classes = zip(SIZE_CLASSES, by_size(values, alone), strict=True)
@@ -193,33 +176,3 @@ def _loaded(served: Served, seed: int, wanted_hash: str) -> "RequestTrace":
         if not is_same:
             raise MiniDeepInferError(f"{served.trace} is another file than when the lab began")
     return load_served(served, seed)
-
-
-def _alone_ms(planned: Planned) -> Mapping[str, float]:
-    """Return the e2e of each request of a run when it has the engine to itself, by its id.
-
-    The lengths do not depend on when requests come, so one such run serves every load.
-    """
-    served = replace(planned.run.served, rate=None, speed=None, arrivals=None)
-    alone = replace(planned.run, policy=NO_POLICY, served=served, until_s=None)
-    key = run_key(alone, planned.trace_hash, None, False)
-    if key not in _alone:
-        trace = _loaded(planned.run.served, planned.run.seed, planned.trace_hash)
-        frame = simulate(_apart(trace), alone).requests
-        while len(_alone) >= WORKLOADS_AT_HAND:
-            del _alone[next(iter(_alone))]
-        _alone[key] = dict(zip(frame["req_id"], frame["e2e_ms"].astype(float), strict=True))
-    return _alone[key]
-
-
-def _apart(trace: "RequestTrace") -> "RequestTrace":
-    """Return the trace with requests so far apart that they never meet."""
-    import numpy as np
-    import pyarrow as pa
-
-    from mdi_traces.columns import numbers
-    from mdi_traces.requests import clear_outputs, put_column
-
-    opened = trace.to_open_loop()
-    times = numbers(np.arange(len(opened), dtype=np.int64) * APART_NS, pa.int64())
-    return replace(opened, table=put_column(clear_outputs(opened.table), "arrival_ns", times))

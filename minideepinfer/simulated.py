@@ -42,7 +42,8 @@ class SimulatedRun(Run):
                          spans=run.token_spans)  # fmt: skip
         self.description = description
         trace = RequestTrace(run.requests_table, run.metadata)
-        unused = unused_note(trace, description.policy)
+        reuses = description.scheduler.enable_prefix_cache
+        unused = unused_note(trace, description.policy, reuses_prefixes=reuses)
         of_trace = run.metadata.notes if unused is None else (*run.metadata.notes, unused)
         self.notes = (*of_trace, *run_notes(description))
         self.wall_s = wall_s

@@ -1,14 +1,16 @@
 """Examples, and what README.md and docs/ show, do run.
 
-Every script of examples/ runs in a fresh interpreter. Of each document the fenced `python` blocks
-run in order, in one namespace per document, and so do the lines of its `bash` blocks. A block after
-a line `<!-- not run: reason -->` is skipped; commands anywhere else than in a `bash` block fail.
+Every script of examples/ runs in a fresh interpreter, the cells of a notebook in order. Of each
+document the fenced `python` blocks run in order, in one namespace per document, and so do the lines
+of its `bash` blocks. A block after a line `<!-- not run: reason -->` is skipped; commands anywhere
+else than in a `bash` block fail.
 They run in a folder that holds what the documents speak of: a saved run `run`, a trace
 `conversation.jsonl`, checkpoints `tiny` and `first-run/tiny`, this repository's `traces`, a fitted
 `model.json`, recordings `recorded/NAME`, and runs `one_rank/prefill`, `one_rank/decode` and
 `group/run` of one and of two ranks; `run` is a name in Python blocks, too.
 """
 
+import json
 import os
 import re
 import shutil
@@ -159,6 +161,18 @@ def test_examples_run(path, tmp_path):
     assert done.returncode == 0, done.stderr
     assert re.search(SAYS[path.stem], done.stdout, re.DOTALL), done.stdout
     assert 20 <= len(path.read_text(encoding="utf-8").splitlines()) <= 45
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda p: p.stem)
+def test_notebooks_run(path, tmp_path, monkeypatch):
+    """Their code cells in order, as a kernel would, and saved without what came out."""
+    monkeypatch.chdir(tmp_path)
+    cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]
+             if cell["cell_type"] == "code"]  # fmt: skip
+    namespace = {}
+    for number, cell in enumerate(cells, 1):
+        assert cell["outputs"] == []
+        exec(compile("".join(cell["source"]), f"{path.name} cell {number}", "exec"), namespace)
 
 
 @pytest.mark.parametrize("document", PYTHON, ids=lambda p: p.name)

@@ -9,6 +9,7 @@ Read next: `definitions.py` (what every metric means), then `summary.py`.
 from mdi_analysis.compare import Comparison, KindComparison, Pair, compare
 from mdi_analysis.definitions import METRICS, Metric, metrics_markdown
 from mdi_analysis.frames import MetadataLike, RunLike
+from mdi_analysis.live_page import run_page
 from mdi_analysis.metrics import (
     SLO,
     Distribution,
@@ -17,7 +18,7 @@ from mdi_analysis.metrics import (
     request_latencies,
 )
 from mdi_analysis.overlay import overlay_figure
-from mdi_analysis.pages import overlay_page, run_page, save_overlay, save_page
+from mdi_analysis.pages import overlay_page, save_overlay, save_page
 from mdi_analysis.perfetto import export_perfetto, trace_events
 from mdi_analysis.plan_identity import Difference, PlanIdentity, compare_plans
 from mdi_analysis.plots import (

@@ -45,7 +45,7 @@ METRICS: tuple[Metric, ...] = (
            "tokens. Tokens that share a moment (accepted drafts) make one moment and no gap of "
            "zero. All requests count, finished or not. Needs step items.", _ENGINE),
     Metric("input_tok_s_gpu", "tokens/s/GPU",
-           "(sum of n_tokens over prefill steps - sum of n_recomputed_tokens) / span / GPUs",
+           "(sum of n_prompt_rows - sum of n_recomputed_tokens) / span / GPUs",
            "Uncached prompt tokens processed. Tokens recomputed after a preemption are work, not "
            "input, and are left out.", _ENGINE),
     Metric("output_tok_s_gpu", "tokens/s/GPU", "sum of output_len / span / GPUs",

@@ -92,10 +92,10 @@ def jain_index(rates: Floats) -> float | None:
 
 def client_service(run: RunLike, rows: Bools, end_ns: float) -> Client:
     """Return the service curve and the backlog of the requests in `rows`; the run ends then."""
-    arrival, sched, first, last, prompt, cached, output = (
+    arrival, sched, first, last, finish, prompt, cached, output = (
         floats(run.requests, "requests", name)[rows]
-        for name in ("arrival_ns", "t_first_sched", "t_first_token", "t_last_token", "prompt_len",
-                     "cached_len", "output_len")
+        for name in ("arrival_ns", "t_first_sched", "t_first_token", "t_last_token", "t_finish",
+                     "prompt_len", "cached_len", "output_len")
     )  # fmt: skip
     arrived = has_arrived(run)[rows]
     begin = np.concatenate([sched, first])
@@ -110,7 +110,8 @@ def client_service(run: RunLike, rows: Bools, end_ns: float) -> Client:
     rate = amount / (end - begin)
     slope = np.cumsum(np.bincount(place, weights=np.concatenate([rate, -rate])))
     service = np.append(0.0, np.cumsum(slope[:-1] * np.diff(times)))[: times.size]
-    waits = np.column_stack([arrival, np.where(np.isnan(sched), end_ns, sched)])
+    gone = np.where(np.isnan(finish), end_ns, finish)  # refused, or never planned
+    waits = np.column_stack([arrival, np.where(np.isnan(sched), gone, sched)])
     return Client(times, service, _merged(waits[arrived]))
 
 
@@ -133,10 +134,9 @@ def longest_wait_s(run: RunLike, latencies: pd.DataFrame) -> float | None:
 
 
 def slowdowns(latencies: pd.DataFrame, alone_ms: Floats) -> Floats:
-    """Return e2e over `alone_ms`, the e2e of the same request alone; NaN where not completed.
+    """Return e2e over `alone_ms`, what the same request takes alone; NaN where not completed.
 
-    At least 1 in theory; a request alone may also have been unlucky with its vote (R8). Slowdown by
-    size shows whom a size-based order starves (Wierman and Harchol-Balter, SIGMETRICS 2003).
+    By size it shows whom a size-based order starves (Wierman and Harchol-Balter, SIGMETRICS 2003).
     """
     found = np.where(latencies["outcome"] == "completed", latencies["e2e_ms"] / alone_ms, np.nan)
     return np.asarray(found, dtype=np.float64)
@@ -145,7 +145,7 @@ def slowdowns(latencies: pd.DataFrame, alone_ms: Floats) -> Floats:
 def by_size(values: Floats, alone_ms: Floats) -> tuple[Distribution, ...]:
     """Return the distributions of values of small, medium and large requests.
 
-    The size of a request is its e2e alone; the classes end at its SIZE_QUANTILES.
+    The size of a request is its time alone; the classes end at its SIZE_QUANTILES.
     """
     known = alone_ms[~np.isnan(alone_ms)]
     bounds = np.quantile(known, SIZE_QUANTILES) if known.size else np.zeros(len(SIZE_QUANTILES))

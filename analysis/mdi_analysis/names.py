@@ -30,6 +30,7 @@ SHOWN: Mapping[str, Shown] = MappingProxyType({
     "itl_ms": Shown("gap between tokens, ms", LESS),
     "prefill": Shown("prefill step, ms", LESS),
     "decode": Shown("decode step, ms", LESS),
+    "mixed": Shown("mixed step, ms", LESS),
     "gap_ms": Shown("device idle before a step, ms", LESS),
     "plan_ms": Shown("planning and layout, ms", LESS),
     "visible_ms": Shown("device's end to visible, ms", LESS),

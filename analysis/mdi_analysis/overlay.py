@@ -44,6 +44,7 @@ from mdi_analysis.plots import rate_curves
 from mdi_analysis.step_times import device_ms, host_times
 from mdi_analysis.usage import kv_occupancy
 from mdi_shared.errors import ConfigError
+from mdi_shared.plan import DECODE, MIXED, PREFILL
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -116,10 +117,10 @@ def _draw(axes: Sequence["Axes"], row: Row, sides: Sequence[Side]) -> None:
 
 
 def _step_time_by_rows(axes: Sequence["Axes"], sides: Sequence[Side]) -> None:
-    for ax, kind in zip(axes, OWN_KINDS, strict=False):
+    for ax, (kind, kinds) in zip(axes, _panels(sides), strict=False):
         ax.set(xlabel=f"rows of a {kind} step", ylabel="device time (ms)")
         for side in sides:
-            chosen, times = _of_kind(side.run, kind)
+            chosen, times = _of_kind(side.run, *kinds)
             rows = np.maximum(floats(side.run.steps, "steps", "n_tokens")[chosen], 1)
             thin = slice(None, None, max(-(-times.size // MAX_POINTS), 1))
             ax.scatter(rows[thin], times[thin], s=14, alpha=0.45, linewidths=0, color=side.colour,
@@ -128,9 +129,16 @@ def _step_time_by_rows(axes: Sequence["Axes"], sides: Sequence[Side]) -> None:
     _percentile_errors(axes[2], sides)
 
 
+def _panels(sides: Sequence[Side]) -> list[tuple[str, tuple[str, ...]]]:
+    """Return what panels show: steps laid out as prefill steps are, and decode steps."""
+    has_mixed = any(_of_kind(side.run, MIXED)[1].size for side in sides)
+    name = "prefill or mixed" if has_mixed else PREFILL
+    return [(name, (PREFILL, MIXED)), (DECODE, (DECODE,))]
+
+
 def _percentile_errors(ax: "Axes", sides: Sequence[Side]) -> None:
     """Draw (b - a) / a of each percentile of the device times, one curve per kind of step."""
-    for kind, dashes in zip(OWN_KINDS, ("-", ":"), strict=True):
+    for kind, dashes in zip(OWN_KINDS, ("-", ":", "-."), strict=True):
         a, b = (_of_kind(side.run, kind)[1] for side in sides)
         if a.size and b.size:
             quantiles_a, quantiles_b = np.percentile(a, PERCENTILES), np.percentile(b, PERCENTILES)
@@ -146,8 +154,8 @@ def _percentile_errors(ax: "Axes", sides: Sequence[Side]) -> None:
 
 
 def _step_time_shares(axes: Sequence["Axes"], sides: Sequence[Side]) -> None:
-    for ax, kind in zip(axes, OWN_KINDS, strict=False):
-        values = [_of_kind(side.run, kind)[1] for side in sides]
+    for ax, (kind, kinds) in zip(axes, _panels(sides), strict=False):
+        values = [_of_kind(side.run, *kinds)[1] for side in sides]
         _shares(ax, sides, values, f"device time of a {kind} step (ms)", "steps")
     gaps = [host_times(side.run.steps)["gap_ms"] for side in sides]
     _shares(axes[2], sides, gaps, "device idle before a step, with requests there (ms)", "steps")
@@ -205,10 +213,10 @@ ROWS: dict[str, Row] = {
 }
 
 
-def _of_kind(run: RunLike, kind: str) -> tuple[Ints, Floats]:
-    """Return the positions of the steps of a kind that took device time, and those times, ms."""
+def _of_kind(run: RunLike, *kinds: str) -> tuple[Ints, Floats]:
+    """Return the positions of the steps of kinds that took device time, and those times, ms."""
     times = device_ms(run.steps)
-    chosen = np.flatnonzero(is_kind(kind_codes(run.steps), kind) & (times > 0))
+    chosen = np.flatnonzero(is_kind(kind_codes(run.steps), *kinds) & (times > 0))
     return chosen, times[chosen]
 
 

@@ -1,9 +1,9 @@
-"""HTML pages of one run, or of two: pictures first, the tables behind them.
+"""The HTML page of two runs: pictures first, the tables behind them.
 
 A page needs no other file and no network: pictures are PNG inside it, style is a few lines. It
-holds what `Summary.sheets` and `Comparison.sheets` say and computes nothing.
+holds what `Comparison.sheets` says and computes nothing.
 
-Read next: `plots.py` and `overlay.py` (the pictures), `compare.py` (the tables).
+Read next: `overlay.py` (the pictures), `compare.py` (the tables), `live_page.py` (one run).
 """
 
 import base64
@@ -18,9 +18,7 @@ from mdi_analysis.drawing import BLUE, VERMILION, save_figure
 from mdi_analysis.frames import OWN_KINDS, RunLike
 from mdi_analysis.names import name_of
 from mdi_analysis.overlay import overlay_figure, overlay_rows
-from mdi_analysis.plots import PLOTS
 from mdi_analysis.report import Sheet, counted, percent
-from mdi_analysis.summary import Summary, describe_counts, describe_origin
 from mdi_traces.saving import atomic_file
 
 if TYPE_CHECKING:
@@ -45,17 +43,6 @@ th {{ border-bottom: 1px solid #999 }} th.text, td.text {{ text-align: left }}
 """
 
 
-def run_page(
-    run: RunLike, summary: Summary, *, title: str, basis: Sequence[str] = (),
-) -> str:  # fmt: skip
-    """Return one run's page as HTML text; `basis` are sentences on what its figures rest on."""
-    facts = [describe_origin(summary.origin), describe_counts(summary.requests)]
-    sentences = [*facts, *basis, *summary.remarks()]
-    parts = [f"<p class='basis'>{escape(sentence)}</p>" for sentence in sentences]
-    parts += [_picture(plot(run), name.replace("_", " ")) for name, plot in PLOTS.items()]
-    return _page(title, [*parts, _details("Tables", summary.sheets())])
-
-
 def overlay_page(
     found: Comparison, a: RunLike, b: RunLike, *, basis: Mapping[str, str | None] | None = None
 ) -> str:
@@ -76,7 +63,7 @@ def overlay_page(
     ]  # fmt: skip
     for title, figure in overlay_rows(a, b, found.names).items():
         parts.append(f"<h2>{escape(title)}</h2>\n{_picture(figure, title)}")
-    return _page(" and ".join(found.names), [*parts, _details("All figures", found.sheets()[1:])])
+    return _page(" and ".join(found.names), [*parts, details("All figures", found.sheets()[1:])])
 
 
 def save_overlay(
@@ -137,7 +124,8 @@ def _page(title: str, parts: Sequence[str]) -> str:
     return "\n".join([head, f"<h1>{escape(title)}</h1>", *parts, "</body>", "</html>", ""])
 
 
-def _details(title: str, sheets: Sequence[Sheet]) -> str:
+def details(title: str, sheets: Sequence[Sheet]) -> str:
+    """Return tables that open on a click, as HTML text."""
     tables = "".join(_table(sheet) for sheet in sheets)
     return (f"<details><summary>{escape(title)}</summary>\n<div class='sheets'>{tables}</div>"
             "</details>")  # fmt: skip

@@ -259,6 +259,6 @@ def _recomputed(frame: pd.DataFrame) -> Floats:
     reached = frame.groupby("req_id", sort=False)["k"].cummax()
     before = reached.groupby(frame["req_id"], sort=False).shift(fill_value=0)
     again = (np.minimum(frame["k"], before) - (frame["k"] - frame["q"])).clip(lower=0)
-    prompt = (series(frame, "items", "kind") == "prefill").to_numpy()
+    prompt = series(frame, "items", "kind").isin(["prefill", "mixed"]).to_numpy()
     rows: Floats = np.where(prompt, again, 0)
     return rows

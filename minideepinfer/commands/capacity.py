@@ -61,7 +61,7 @@ def capacity(options: CapacityOptions) -> None:
 
     require_cluster(options.cluster)
     traces = None if options.trace is None else [options.trace]
-    wanted = described_lab(options, traces, None, slowdown=False)
+    wanted = described_lab(options, traces, None)
     start = own_rate(wanted) if options.start is None else options.start
     guess = RUNS_OF_ONE * len(wanted.variants) * len(wanted.seeds)
     with progress(guess, "runs") as on_run:

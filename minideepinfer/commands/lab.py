@@ -21,12 +21,13 @@ from mdi_shared.served import Served
 from minideepinfer.commands import options as o
 from minideepinfer.commands.declare import FileOptions, scheduler_options, takes_options
 from minideepinfer.commands.describing import MEMORY
-from minideepinfer.commands.files import require_folder
+from minideepinfer.commands.files import make_folder, require_folder, require_output
 from minideepinfer.commands.screen import progress, show_json, show_table, tell
 from minideepinfer.commands.values import num_jobs, parse_pairs
 
 if TYPE_CHECKING:
     from mdi_sim.search.lab import Lab
+    from minideepinfer.lab_result import LabResult
 
 AXES = "Axes"
 INTERRUPTED = 130
@@ -36,8 +37,8 @@ OF_SETTING = {"cost": str | None, "hardware": str | None, "ranks": int, "ep": in
 
 Slo = Annotated[str | None, o.option(
     "--slo", metavar="BOUNDS", panel=o.RESULTS,
-    help="Bounds, ms: ttft<=300,tpot<=30,share>=0.9 on each request, ttft.p99<=300 on a "
-    "statistic.")]  # fmt: skip
+    help="Bounds on each request, ms: ttft<=300,tpot<=30 (also e2e); of mdi capacity also on "
+    "statistics, ttft.p99<=300, and share>=0.9.")]  # fmt: skip
 Folder = Annotated[Path, o.option(
     "--out", "-o", metavar="FOLDER", panel=o.RESULTS,
     help="Where results are kept and found again (default: lab).")]  # fmt: skip
@@ -104,9 +105,7 @@ class LabOptions(ExperimentOptions):
         "--rank-by", metavar="COLUMN", panel=o.RESULTS,
         help="Column of the table that ranks (default: goodput_share with --slo, else "
         "e2e_ms_mean).")] = None  # fmt: skip
-    slowdown: Annotated[bool, o.option(
-        "--slowdown/--no-slowdown", panel=o.RESULTS,
-        help="Also simulate each request alone, once for each workload.")] = True  # fmt: skip
+    html: o.Html = None
 
 
 @takes_options(LabOptions)
@@ -117,6 +116,8 @@ def lab(options: LabOptions) -> None:
     is not run again.
     """
     require_folder("out", options.out)
+    if options.html is not None:
+        require_output("html", options.html, (".html",))
     jobs = num_jobs(options.jobs)
     from mdi_sim.executors import require_cluster
     from mdi_sim.search.statistics import require_measure
@@ -124,8 +125,8 @@ def lab(options: LabOptions) -> None:
 
     require_cluster(options.cluster)
     if options.rank_by is not None:
-        require_measure(options.rank_by)
-    wanted = described_lab(options, options.traces, options.loads, slowdown=options.slowdown)
+        require_measure(options.rank_by, "rank_by")
+    wanted = described_lab(options, options.traces, options.loads)
     planned = wanted.plan()
     check_traces(wanted)
     with progress(len(planned), "runs") as on_run:
@@ -135,6 +136,8 @@ def lab(options: LabOptions) -> None:
 
     tell(f"wrote {options.out / 'lab.parquet'} ({len(found.frame)} runs)")
     measure = options.rank_by or found.measure
+    if options.html is not None:
+        _save_page(found, measure, options.html)
     if options.json:
         show_json(document(found, measure))
     else:
@@ -143,12 +146,17 @@ def lab(options: LabOptions) -> None:
         raise typer.Exit(INTERRUPTED)
 
 
+def _save_page(found: "LabResult", measure: str, path: Path) -> None:
+    from mdi_analysis import save_page
+    from minideepinfer.lab_page import lab_page
+
+    make_folder(path)
+    save_page(lab_page(found, measure), path)
+    tell(f"wrote {path}")
+
+
 def described_lab(
-    options: ExperimentOptions,
-    traces: list[str] | None,
-    loads: list[str] | None,
-    *,
-    slowdown: bool,
+    options: ExperimentOptions, traces: list[str] | None, loads: list[str] | None
 ) -> "Lab":
     """Return the lab that the options describe. Raises `ConfigError`."""
     from mdi_sim.search.lab import AS_RECORDED, DEFAULT, Lab
@@ -169,7 +177,7 @@ def described_lab(
         settings=_settings(options.settings) if options.settings else {DEFAULT: {}},
         placements=options.placements or ["round_robin"], seeds=range(options.seeds),
         slo=None if options.slo is None else parse_service_level(options.slo),
-        slowdown=slowdown, base=options.base, options=_run_options(options),
+        base=options.base, options=_run_options(options),
     )  # fmt: skip
 
 

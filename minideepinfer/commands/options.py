@@ -90,7 +90,7 @@ Ranks = Annotated[int | None, option(
 PolicySpec = Annotated[str | None, option(
     "--policy", metavar="SPEC", panel=ENGINE,
     help="Scheduling policy: fcfs (the default), srpt:sigma=0.5, "
-    "order=sjf+admit=past_future+victim=newest, …; docs/policies.md has all.")]
+    "phase=mixed:budget=512+order=sjf+victim=newest, …; docs/policies.md has all.")]
 PlacementName = Annotated[str | None, option(
     "--placement", metavar="SPEC", panel=ENGINE,
     help="Which rank serves a request: round_robin (the default), least_tokens, jsq, balance, "

@@ -39,7 +39,7 @@ class BlockPool:
     @property
     def usage(self) -> float:
         """Share in use, counting id 0 as used: an idle pool reads 1 / num_total (R7)."""
-        return self.usage_at(len(self._free))
+        return self.usage_at(self.num_free)
 
     def usage_at(self, num_free: int) -> float:
         """Return `usage` as it would be with so many ids free."""

@@ -87,6 +87,8 @@ def _commit_prompts(queues: Queues, step: InFlightStep, tokens: Tokens) -> list[
     for seq, (q, _, _), new in zip(step.seqs[first:], prompts, tokens[first:], strict=True):
         assert not seq.is_finished, "prompts are processed in the turn that planned them"
         seq.prefilled += q
+        if queues.prefix is not None:
+            queues.prefix.computed(seq)
         if seq.prefilled < seq.num_tokens:  # a chunk that was not the last
             queues.waiting.appendleft(seq)
             continue

@@ -18,6 +18,8 @@ MOST_SLOTS_PER_SEAT = 100.0
 MOST_INT = 2**53  # of any option: up to it a float is exact
 WATERMARK = 0.9  # share of the block pool above which no new prefill is wanted (R7)
 CHUNK_POLICIES = ("token_budget", "cost_target")
+SNAPSHOTS = ("prompt", "turn", "branch")  # when prefix reuse keeps a tail (prefix/cache.py)
+EVICTIONS = ("lru", "flops")  # which one gives way (prefix/tails.py)
 _AT_LEAST = {  # the least value of options that count
     1: ("max_num_seqs", "max_model_len", "prefill_attempt_interval",
         "prefill_any_attempt_interval", "block_size", "context_parallel_size"),
@@ -33,8 +35,11 @@ class SchedulerConfig:
     Lengths and budgets are tokens, `num_blocks` counts KV blocks of `block_size` tokens including
     block 0, which is never handed out. `max_num_batched_tokens=None` derives the budget (see
     `token_budget`). `prefill_target_ms` is the device time a prefill step aims at, `slo_itl_ms`
-    instead the longest gap between two tokens that a prefill step may cause. Raises `ConfigError`
-    naming the field, its value and what is allowed.
+    instead the longest gap between two tokens that a prefill step may cause.
+    `enable_prefix_cache` lets requests go on where earlier ones had the same first tokens: at cuts
+    whose state is among `prefix_tails` copies (left out: two per seat). `prefix_snapshots`, joined
+    by +, says when one is kept, `prefix_eviction` which one gives way. Raises `ConfigError` naming
+    the field, its value and what is allowed.
     """
 
     max_num_seqs: int = 256
@@ -57,13 +62,18 @@ class SchedulerConfig:
     prefill_target_ms: float | None = None
     slo_itl_ms: float | None = None
     strict_upstream: bool = False
+    enable_prefix_cache: bool = False
+    prefix_tails: int | None = None
+    prefix_snapshots: str = "+".join(SNAPSHOTS)
+    prefix_eviction: str = EVICTIONS[0]
 
     def __post_init__(self) -> None:
         _check_types(self)
         for least, names in _AT_LEAST.items():
             for name in names:
                 require_int(name, getattr(self, name), least)
-        for rules in (self._pool_rules(), self._budget_rules(), self._chunk_policy_rules()):
+        for rules in (self._pool_rules(), self._budget_rules(), self._chunk_policy_rules(),
+                      self._prefix_rules()):  # fmt: skip
             require_rules(self, rules)
 
     def _pool_rules(self) -> Iterator[Rule]:
@@ -116,6 +126,19 @@ class SchedulerConfig:
         yield ("chunked_prefill", self.chunked_prefill,
                "chunk_policy = 'cost_target' splits prompts, so it must be true")  # fmt: skip
 
+    def _prefix_rules(self) -> Iterator[Rule]:
+        is_on, tails, saves = self.enable_prefix_cache, self.prefix_tails, self.prefix_snapshots
+        yield ("enable_prefix_cache", not (is_on and self.strict_upstream), "contradicts "
+               "strict_upstream: the production engine has no prefix cache")  # fmt: skip
+        yield ("prefix_tails", is_on or tails is None, "is used by enable_prefix_cache = true only")
+        yield ("prefix_tails", tails is None or 1 <= tails <= MOST_BLOCKS,
+               f"must be between 1 and {MOST_BLOCKS:,}")  # fmt: skip
+        names = saves.split("+")
+        known = set(names) <= set(SNAPSHOTS) and len(names) == len(set(names))
+        yield "prefix_snapshots", known, f"must be some of {', '.join(SNAPSHOTS)}, joined by +"
+        yield ("prefix_eviction", self.prefix_eviction in EVICTIONS,
+               f"must be one of {', '.join(EVICTIONS)}")  # fmt: skip
+
     @property
     def cp_align(self) -> int:
         """Chunk lengths are counted in multiples of this many tokens (R13)."""
@@ -155,6 +178,13 @@ class SchedulerConfig:
     def num_slots(self) -> int:
         """State slots including slot 0, which is never handed out."""
         return int(self.state_slot_ratio * self.max_num_seqs) + 1
+
+    @property
+    def num_tails(self) -> int:
+        """Tails that prefix reuse keeps, and number 0, which is none; 0 without prefix reuse."""
+        if not self.enable_prefix_cache:
+            return 0
+        return 1 + (2 * self.max_num_seqs if self.prefix_tails is None else self.prefix_tails)
 
     @property
     def keeps_order(self) -> bool:

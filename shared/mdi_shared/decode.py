@@ -62,11 +62,12 @@ class DecodeSelection:
         step = DecodeStep(finished, queues.drop_all_dead() if queues.num_dead_waiting else [])
         if queues.keeps_order:
             self._give_blocks(step)
-            if finished or step.preempted or queues.joined:
+            if finished or step.preempted or queues.joined or queues.evicted:
                 self._update(step)
         else:
             self._sort(step)
         queues.joined.clear()
+        queues.evicted.clear()
         step.batch, step.seqs = self._batch, self._seqs
         return step
 
@@ -101,8 +102,10 @@ class DecodeSelection:
     def _update(self, step: DecodeStep) -> None:
         """Bring the batch up to date with who joined and who left."""
         members, seqs = self._members, self._seqs
-        gone = [seq for seq in (*step.finished, *step.preempted) if seq in seqs]
-        new = [(_member(seq), seq) for seq in self.queues.joined if seq.clock is not None]
+        queues = self.queues
+        left = dict.fromkeys((*step.finished, *step.preempted, *queues.evicted))
+        gone = [seq for seq in left if seq in seqs]
+        new = [(_member(seq), seq) for seq in queues.joined if seq.clock is not None]
         if not gone and not new:
             return
         # Copies: the lists are those of steps in flight.

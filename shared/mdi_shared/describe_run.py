@@ -20,6 +20,7 @@ from mdi_shared.cost.predicted import PredictedCost
 from mdi_shared.cost.roofline import RooflineCost
 from mdi_shared.cost.shape import V41_FLASH, ModelShape, shape_by_name, shape_from_mapping
 from mdi_shared.cost.step_cost import StepCost
+from mdi_shared.cost.tails import state_bytes
 from mdi_shared.errors import ConfigError, is_number, require, require_int
 from mdi_shared.placement import Placement
 from mdi_shared.policies import Policy
@@ -207,7 +208,7 @@ class _Choices:
         require(is_number(share) and 0 < share <= 1, "gpu_memory_utilization", share,
                 "must be above 0 and at most 1")  # fmt: skip
         config, shape, size = self.config, self.shape, self.config.block_size
-        state = config.num_slots * shape.state_bytes_per_slot
+        state = state_bytes(shape, config.num_slots, config.num_tails)
         room = room_bytes(hardware, shape, ep, share) - state
         useful = (config.max_num_seqs + 1) * -(-config.runtime_max_model_len // size) + 1
         return min(int(room // shape.kv_bytes_per_block(size)), useful, MOST_BLOCKS)

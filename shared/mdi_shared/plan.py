@@ -75,6 +75,23 @@ class Batch:
         return -sum([neg_base for neg_base, _, _, _ in self.members])
 
 
+class TailCopy(NamedTuple):
+    """A copy between a slot's state at `cut` tokens and a tail (`prefix/tails.py`)."""
+
+    tail: int
+    slot: int
+    cut: int  # a multiple of the block size
+    to_slot: bool
+
+
+class Hit(NamedTuple):
+    """What an admitted sequence found of its prefix: `tokens` used, and `known` by their blocks."""
+
+    seq_id: int
+    tokens: int
+    known: int  # at least `tokens`: beyond them no tail was at hand
+
+
 NOBODY = Batch()
 PromptRow = tuple[int, int, int]  # q, k, full prompt length
 
@@ -100,6 +117,9 @@ class StepPlan(NamedTuple):
     `ignored` those that left the queue; `preempted` victims (their memory is already free).
     `decode_step`, `vote` and `want` are the inputs of the prefill-or-decode decision, before it.
     Pool counters are after planning.
+
+    With prefix reuse, `copies` are made before the step runs, in order, and behind the step before;
+    `hits` are those of sequences admitted now, whose shared blocks are among `taken`.
     """
 
     step: int
@@ -124,6 +144,8 @@ class StepPlan(NamedTuple):
     free_slots: int = 0
     num_batched_tokens: int = 0  # prefill: padded for context parallelism; others: sum of q
     target_ns: int = 0  # step time the chunk policy aimed at; 0 = none
+    copies: tuple[TailCopy, ...] = ()
+    hits: tuple[Hit, ...] = ()
 
     @property
     def seq_ids(self) -> tuple[int, ...]:
@@ -201,6 +223,8 @@ class StepPlan(NamedTuple):
         fields["batch"] = Batch(tuple(Member(*member) for member in fields["batch"]))
         fields["joined"] = tuple(Member(*member) for member in fields["joined"])
         fields["ignored"] = tuple(Ending(*ending) for ending in fields["ignored"])
+        fields["copies"] = tuple(TailCopy(*copy) for copy in fields.get("copies", ()))
+        fields["hits"] = tuple(Hit(*hit) for hit in fields.get("hits", ()))
         return cls(**fields)
 
 

@@ -11,6 +11,7 @@ from mdi_shared.blocks import Fit
 from mdi_shared.chunking import ChunkPolicy
 from mdi_shared.decisions import Decisions
 from mdi_shared.errors import UpstreamCheckError
+from mdi_shared.eviction import find_victims
 from mdi_shared.plan import Ending, Member, PromptRow
 from mdi_shared.queues import Queues
 from mdi_shared.request import Sequence, State
@@ -32,6 +33,8 @@ class PrefillBatch:
     is_partial: bool = False  # the last one's prompt goes on after this step
     ignored: list[Ending] = field(default_factory=list)
     used_tokens: int = 0  # padded for context parallelism, and those of `decoding`
+    evicted: list[Sequence] = field(default_factory=list)
+    below: bool = True  # the watermark lets in whoever fits
 
     def members(self) -> tuple[Member, ...]:
         return tuple([
@@ -60,6 +63,8 @@ class PrefillSelection:
         if decisions is not None and queues.waiting:
             decisions.begin_prefill()
         batch = PrefillBatch(config.prefill_max_sum_seqlen_k, config.token_budget)
+        if decisions is not None and decisions.evicts and queues.waiting:
+            batch.below = queues.below_watermark
         if beside is not None and decisions is not None:
             batch.budget = decisions.mixed_budget()
             batch.decoding, batch.used_tokens = beside, len(beside)
@@ -68,28 +73,51 @@ class PrefillSelection:
             if seq.is_finished:
                 batch.ignored.append(queues.drop_dead_head())
                 continue
+            victims: list[Sequence] = []
             if not seq.block_table:
-                fit = queues.fits(seq)
-                if seq.num_tokens > config.prompt_limit or fit is Fit.NEVER:
+                if seq.num_tokens > config.prompt_limit or queues.fits(seq) is Fit.NEVER:
                     batch.ignored.append(queues.reject_head())
                     continue
-                if fit is Fit.LATER:
+                room = self._make_room(batch, seq)
+                if room is None:
                     break
-                if decisions is not None and not decisions.admits(seq, batch.picked):
-                    break
-            tokens = self._tokens_to_run(batch, seq)
+                victims = room
+            tokens = self._tokens_to_run(batch, seq, len(victims))
             if tokens == 0:
                 break
+            self._evict(batch, victims)
             self._take_head(batch, seq, tokens)
+        for seq in reversed(batch.evicted):
+            queues.requeue(seq)
         return batch if batch.picked or batch.ignored else None
 
-    def _tokens_to_run(self, batch: PrefillBatch, seq: Sequence) -> int:
+    def _make_room(self, batch: PrefillBatch, head: Sequence) -> list[Sequence] | None:
+        """Return who gives way so that the head may take memory; None: it must wait."""
+        queues, decisions = self.queues, self.decisions
+        victims: list[Sequence] | None
+        if decisions is not None and decisions.evicts:
+            num_picked = len(batch.picked)
+            victims = find_victims(queues, decisions, head, num_picked, below=batch.below)
+        else:
+            victims = None if queues.fits(head) is Fit.LATER else []
+        if victims is None or decisions is None or decisions.admits(head, batch.picked, victims):
+            return victims
+        return None
+
+    def _evict(self, batch: PrefillBatch, victims: list[Sequence]) -> None:
+        for victim in victims:
+            self.queues.evict(victim)
+            batch.below = True
+        batch.evicted += victims
+
+    def _tokens_to_run(self, batch: PrefillBatch, seq: Sequence, num_leaving: int) -> int:
         """Return how many tokens of the head to run (R10 to R16); 0 = it must wait.
 
-        A checkpoint is consumed even then (R14).
+        A checkpoint is consumed even then (R14). `num_leaving` running sequences would make way.
         """
         config = self.queues.config
-        if len(self.queues.running) + len(batch.picked) >= config.max_num_seqs:
+        seated = len(self.queues.running) - num_leaving + len(batch.picked)
+        if seated >= config.max_num_seqs:
             return 0
         room = (batch.budget - batch.used_tokens) // config.cp_align * config.cp_align
         if batch.k_room < seq.num_tokens or (room <= 0 and not batch.picked):

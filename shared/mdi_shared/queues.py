@@ -10,8 +10,9 @@ from collections import Counter, deque
 
 from mdi_shared.blocks import BlockPool, Fit
 from mdi_shared.clock import DecodeClock
-from mdi_shared.config import SchedulerConfig
+from mdi_shared.config import WATERMARK, SchedulerConfig
 from mdi_shared.plan import Ending
+from mdi_shared.prefix.cache import PrefixCache
 from mdi_shared.request import Sequence, State
 
 
@@ -32,6 +33,7 @@ class Queues:
         "clock",
         "config",
         "dead",
+        "evicted",
         "is_even",
         "joined",
         "keeps_order",
@@ -39,14 +41,16 @@ class Queues:
         "live",
         "num_dead_waiting",
         "num_departed",
+        "prefix",
         "running",
         "slots",
         "waiting",
     )
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, prefix: PrefixCache | None = None) -> None:
         self.config = config
-        self.blocks = BlockPool(config.num_blocks)
+        self.prefix = prefix
+        self.blocks = BlockPool(config.num_blocks) if prefix is None else prefix.blocks
         self.slots = BlockPool(config.num_slots)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -59,22 +63,29 @@ class Queues:
         # Finished members, noted when it happens so that no step searches in vain.
         self.num_dead_waiting = 0
         self.dead: list[Sequence] = []  # of `running`
+        self.evicted: list[Sequence] = []  # since the last decode step was planned
         self.num_departed = 0  # from the decode clock, ever
         self.leaked: list[tuple[str, int]] = []  # blocks that nobody can return, by request id
 
     def fits(self, seq: Sequence) -> Fit:
         """Say whether the blocks and the slot of a sequence that holds nothing can be had."""
-        fit = self.blocks.fits(self.blocks_needed(seq))
+        needed = self.blocks_needed(seq)
+        pool = self.prefix
+        fit = self.blocks.fits(needed) if pool is None else pool.fits(seq, needed)
         if fit is Fit.OK and self.slots.num_free == 0:
             return Fit.LATER
         return fit
 
     def allocate(self, seq: Sequence) -> None:
-        """Reserve blocks for all its tokens, then a slot (R8)."""
+        """Reserve blocks for all its tokens, shared ones first, then a slot (R8)."""
         held = len(seq.block_table) + seq.slot
         assert held == 0, f"{seq.request.req_id!r} holds memory already"
-        self.add_blocks(seq, self.blocks_needed(seq))
+        if self.prefix is not None:
+            self.prefix.share(seq)
+        self.add_blocks(seq, self.blocks_needed(seq) - len(seq.block_table))
         seq.slot = self.slots.allocate()[0]
+        if self.prefix is not None:
+            self.prefix.restore(seq)
 
     def blocks_needed(self, seq: Sequence) -> int:
         return -(-seq.tokens_needed // self.config.block_size)
@@ -126,6 +137,17 @@ class Queues:
             self.running.append(seq)
 
     @property
+    def below_watermark(self) -> bool:
+        """Whether the pool lets the head of the queue in, if it fits (R7).
+
+        Unless `strict_upstream`, the watermark yields when the head holds its blocks already:
+        upstream can wait there for ever (R22).
+        """
+        if self.blocks.usage <= WATERMARK:
+            return True
+        return not self.config.strict_upstream and bool(self.waiting[0].block_table)
+
+    @property
     def stop_ids(self) -> frozenset[int]:
         """Every token that may stop somebody who runs."""
         if self._stop_ids is None:
@@ -142,6 +164,8 @@ class Queues:
         self.depart(seq)
         self.dead.append(seq)
         self.live.pop(seq.request.req_id, None)
+        if self.prefix is not None and seq.state is not State.ABORTED:
+            self.prefix.finished(seq)
         return Ending(seq.seq_id, seq.finish_reason, seq.output_len)
 
     def take_dead_running(self) -> list[Sequence]:
@@ -172,17 +196,42 @@ class Queues:
         Returns an ending when the configuration stops preempted requests instead of
         recomputing them.
         """
+        if self.prefix is not None:
+            self.prefix.preempted(seq)
         self.release(seq)
         self.depart(seq)
         if self.config.stop_preempted_request:
             seq.become(State.PREEMPTED)
             self.live.pop(seq.request.req_id, None)
             return Ending(seq.seq_id, seq.finish_reason, seq.output_len)
-        seq.prefilled = 0  # all attention state is forgotten, but no token
-        seq.num_preempted += 1
-        seq.become(State.WAITING)
+        self._forget(seq)
         self.requeue(seq)
         return None
+
+    def evict(self, seq: Sequence) -> None:
+        """Take a running sequence's memory for a more urgent one; the caller requeues it.
+
+        It leaves the batch with the next decode step.
+        """
+        assert seq.clock is not None, f"{seq.request.req_id!r} does not run"
+        # It leaves no further prefix: that could displace the one found for whoever comes in.
+        self.release(seq)
+        self.depart(seq)
+        self._forget(seq)
+        self.running.remove(seq)
+        if seq in self.joined:
+            self.joined.remove(seq)
+        self.evicted.append(seq)
+
+    def _forget(self, seq: Sequence) -> None:
+        """Forget all attention state of a preempted sequence, but no token."""
+        seq.prefilled = 0
+        seq.num_preempted += 1
+        seq.become(State.WAITING)
+
+    def owned_blocks(self, seq: Sequence) -> int:
+        """Count the blocks that are free once the sequence has left."""
+        return sum([self.blocks.references(block) == 1 for block in seq.block_table])
 
     def drop_dead_head(self) -> Ending:
         """Remove the head, which is finished."""
@@ -228,6 +277,8 @@ class Queues:
         for seq in list(self.waiting)[1:]:
             behind = bool(seq.block_table) and not seq.is_finished
             assert not behind or self.config.strict_upstream, "only the head may hold blocks"
+        if self.prefix is not None:
+            self.prefix.check_integrity()
         assert self.num_dead_waiting == sum(seq.is_finished for seq in self.waiting)
         assert set(self.dead) == {seq for seq in self.running if seq.is_finished}
 

@@ -4,12 +4,13 @@ The life cycle is a table, `TRANSITIONS`; nothing else may change a state. The c
 and never keeps them: which ids were generated is the driver's business.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import pairwise
 
 from mdi_shared.clock import DecodeClock
 from mdi_shared.errors import ConfigError, require, require_int
+from mdi_shared.prefix.contents import Contents
 
 
 class State(IntEnum):
@@ -85,7 +86,8 @@ class Request:
     `cached_len` prompt tokens are already in an external prefix cache: the first chunk starts
     behind them, though blocks are reserved for the whole prompt. `chunk_checkpoints` are
     ascending positions of the prompt at which a chunk must end. `arrived_ns`, on the clock of
-    `News.now_ns`, and `hints` are for scheduling policies only.
+    `News.now_ns`, and `hints` are for scheduling policies only. `contents` says what its blocks
+    hold, for prefix reuse; without, it shares nothing.
     """
 
     req_id: str
@@ -97,6 +99,7 @@ class Request:
     chunk_checkpoints: tuple[int, ...] = ()
     arrived_ns: int = 0
     hints: Hints = NO_HINTS
+    contents: Contents | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         require(self.prompt_len >= 1, "prompt_len", self.prompt_len, "must be at least 1 token")
@@ -117,19 +120,24 @@ class Sequence:
     `base` is its length, what is committed of prompt and outputs, less what `clock` has done: while
     it runs it is on the decode clock and grows by that alone. `prefilled` has complete attention
     state, `order` is its place among the running: minus the output it had when the clock began.
-    `num_preempted` says how often it was sent back to be recomputed.
+    `num_preempted` says how often it was sent back to be recomputed. For prefix reuse: its first
+    `num_entered` blocks can be found by others, it went on behind `resumed` tokens (or has left a
+    tail there), and is to leave one at `branch`.
     """
 
     __slots__ = (
         "base",
         "block_table",
+        "branch",
         "checkpoints",
         "clock",
         "finish_at",
+        "num_entered",
         "num_preempted",
         "order",
         "prefilled",
         "request",
+        "resumed",
         "seq_id",
         "slot",
         "state",
@@ -149,6 +157,7 @@ class Sequence:
         self.checkpoints = list(request.chunk_checkpoints)
         self.block_table: list[int] = []
         self.slot = 0
+        self.num_entered = self.resumed = self.branch = 0
         self.state = State.WAITING
         stops = set(request.stop_token_ids)
         if not request.ignore_eos:

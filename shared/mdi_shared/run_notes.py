@@ -10,6 +10,7 @@ from mdi_shared.cost.memory import GB, rank_weight_bytes
 from mdi_shared.cost.predicted import PredictedCost
 from mdi_shared.cost.roofline import RooflineCost
 from mdi_shared.cost.step_cost import StepCost
+from mdi_shared.cost.tails import state_bytes
 from mdi_shared.run_description import RunDescription
 
 
@@ -31,7 +32,7 @@ def _memory(run: RunDescription, cost: StepCost) -> str | None:
     shape, config = run.shape, run.scheduler
     weights = rank_weight_bytes(shape, cost.ep)
     pool = config.num_blocks * shape.kv_bytes_per_block(config.block_size)
-    pool += config.num_slots * shape.state_bytes_per_slot
+    pool += state_bytes(shape, config.num_slots, config.num_tails)
     if weights + pool <= cost.hardware.hbm_bytes:
         return None
     return (

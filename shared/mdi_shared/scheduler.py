@@ -33,6 +33,7 @@ from mdi_shared.plan import (
 from mdi_shared.policies.base import Policy
 from mdi_shared.policies.phases import require_allowed
 from mdi_shared.prefill import PrefillBatch, PrefillSelection
+from mdi_shared.prefix.cache import PrefixCache
 from mdi_shared.queues import Queues
 from mdi_shared.repeat import NO_CHANGES, Horizon, foretell
 from mdi_shared.request import Request, Sequence, State
@@ -44,8 +45,8 @@ class Scheduler:
 
     `policy` decides how many prompt tokens a chunk gets; left out, the token budget decides.
     `scheduling` decides who is next, who may take memory and who gives way; left out, the engine's
-    own rules (docs/rules.md, R6, R8 and R17). Raises `ConfigError` for one that `config` leaves no
-    room.
+    own rules (docs/rules.md, R6, R8 and R17). Raises `ConfigError` for one that `config` does
+    not allow. A prefix hit leaves at least `hit_margin` tokens to compute (bounded replay).
     """
 
     def __init__(
@@ -53,16 +54,20 @@ class Scheduler:
         config: SchedulerConfig,
         policy: ChunkPolicy | None = None,
         scheduling: Policy | None = None,
+        *,
+        hit_margin: int = 1,
     ) -> None:
         require_allowed(scheduling, config)
         self.config = config
-        self.queues = Queues(config)
+        prefix = PrefixCache(config, max(hit_margin, 1)) if config.enable_prefix_cache else None
+        self.queues = Queues(config, prefix)
         self.policy: ChunkPolicy = policy if policy is not None else TokenBudget()
         self.decode_step = 0  # decode steps since the last prefill step, idle ones included
         self.step = 0  # number of the newest step planned; the first is 1
         self.keep = int(config.enable_zos)  # decode steps in flight from one turn to the next
         self.num_preempted = 0
         self.decisions = None if scheduling is None else Decisions(scheduling, self.queues)
+        self._evicts = self.decisions is not None and self.decisions.evicts
         self._prefill = PrefillSelection(self.queues, self.policy, self.decisions)
         self._decode = DecodeSelection(self.queues, self.decisions)
         self._chosen: DecodeStep | None = None  # who decodes, before it is known with whom
@@ -138,17 +143,12 @@ class Scheduler:
     def want_prefill(self) -> bool:
         """Say whether this rank has a prompt to run and memory below the watermark.
 
-        Unless `strict_upstream`, the watermark yields when the head holds its blocks already:
-        upstream can wait there for ever (R22).
+        A policy that evicts is asked above it, too: it may bring the pool below.
         """
         queues = self.queues
         if not queues.waiting:
             return False
-        if queues.blocks.usage <= WATERMARK:
-            return True
-        if self.config.strict_upstream:
-            return False
-        return bool(queues.waiting[0].block_table)
+        return queues.below_watermark or self._evicts
 
     def try_prefill(self, ballot: Ballot) -> StepPlan | None:
         """Plan a step with prompts, or return None when nothing at all can be admitted."""
@@ -176,7 +176,7 @@ class Scheduler:
         chosen = self._choose()
         plan = self._decode_plan(chosen, ballot)
         self._check_progress(plan)
-        self._put_in_flight(plan, chosen.seqs)
+        plan = self._put_in_flight(plan, chosen.seqs)
         self.decode_step += 1
         return plan
 
@@ -229,7 +229,7 @@ class Scheduler:
             target_ns=self.policy.target_ns,
         )
         plan = plan._replace(num_batched_tokens=plan.prompt_tokens)
-        self._put_in_flight(plan, [*chosen.seqs, *batch.picked])
+        plan = self._put_in_flight(plan, [*chosen.seqs, *batch.picked])
         self._begin_anew()
         return plan
 
@@ -240,6 +240,7 @@ class Scheduler:
 
     def _plan_prefill(self, batch: PrefillBatch, ballot: Ballot) -> StepPlan:
         picked = batch.picked
+        self.num_preempted += len(batch.evicted)
         plan = StepPlan(
             step=self._next_step(),
             kind=PREFILL if picked else IDLE_PREFILL,
@@ -250,6 +251,7 @@ class Scheduler:
             taken=tuple(batch.taken),
             is_partial=batch.is_partial,
             ignored=tuple(batch.ignored),
+            preempted=tuple([seq.seq_id for seq in batch.evicted]),
             decode_step=self.decode_step,
             vote=ballot.rule,
             want=ballot.want,
@@ -258,7 +260,7 @@ class Scheduler:
             num_batched_tokens=batch.used_tokens,
             target_ns=self.policy.target_ns,
         )
-        self._put_in_flight(plan, picked)
+        plan = self._put_in_flight(plan, picked)
         self._begin_anew()
         return plan
 
@@ -266,10 +268,14 @@ class Scheduler:
         self.step += 1
         return self.step
 
-    def _put_in_flight(self, plan: StepPlan, seqs: list[Sequence]) -> None:
-        departed = self.queues.num_departed
+    def _put_in_flight(self, plan: StepPlan, seqs: list[Sequence]) -> StepPlan:
+        """Note a plan as made and return it, with what prefix reuse has to be done before it."""
+        prefix, departed = self.queues.prefix, self.queues.num_departed
+        if prefix is not None:
+            plan = plan._replace(copies=prefix.take_copies(), hits=prefix.take_hits())
         self._in_flight.append(InFlightStep(plan, plan.batch, seqs, departed, plan.step))
         self.queues.clock.planned += plan.decodes
+        return plan
 
     def _check_progress(self, plan: StepPlan) -> None:
         """Raise when this and every later step is an empty decode although requests wait."""
@@ -339,6 +345,9 @@ class Scheduler:
             to_vote = to_any = 1  # a policy is asked at each turn in which somebody waits
         steps = foretell(queues, members, keep=self.keep)
         self._outlook = self._decode.outlook(self.keep)
+        change = self._outlook.change(0) if queues.prefix is not None else None
+        if change is not None:
+            steps = min(steps, change.turn)  # whoever ends leaves a tail
         is_idle = not (members or has_waiting)
         return Horizon(steps, to_vote, to_any, has_waiting, is_idle, self._outlook)
 

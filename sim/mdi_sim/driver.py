@@ -10,11 +10,12 @@ Read next: `group.py` (ranks together), `stretch.py` (the law, for many steps at
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import chain, repeat
 from typing import NamedTuple
 
 from mdi_shared.cost.shape import ModelShape
 from mdi_shared.cost.step_cost import StepCost, decode_times
+from mdi_shared.cost.tails import copies_ns
 from mdi_shared.cost.work import DecodeWork, StepWork, step_work
 from mdi_shared.loop import (
     Answer,
@@ -169,6 +170,9 @@ class RankDriver:
         if len(in_flight) == self.scheduler.keep:
             oldest = in_flight[0].process_ns if in_flight else process
         work, rows, device = self._device_times(plan)
+        if plan.copies:
+            first_ns = next(device) + copies_ns(self.shape, self.cost, len(plan.copies))
+            device = chain((first_ns,), device)
         horizon = effect.horizon
         if horizon.steps > 1:
             horizon = self._cut(horizon, plan)

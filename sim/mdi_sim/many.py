@@ -7,11 +7,12 @@ a run that it saved, but no run, whose tables are large.
 Read next: `executors.py` (where jobs run), `search/tune.py` and `search/lab.py` (users).
 """
 
+import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from mdi_shared.errors import MiniDeepInferError, require_int
 from mdi_sim.executors import Workers, processes
@@ -19,6 +20,7 @@ from mdi_sim.executors import Workers, processes
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
+SLICE_S = 1.0  # of a wait
 MOST_WAIT_S = 3_600.0  # for the next of all the jobs at work to end
 
 
@@ -58,16 +60,29 @@ def as_they_end(
     is_more = True
     while is_more or at_work:
         while is_more and len(at_work) < workers.at_a_time:
-            number, task = next(tasks, (-1, None))
-            is_more = task is not None
-            if task is not None:
+            following = next(tasks, None)
+            is_more = following is not None
+            if following is not None:
+                number, task = following
                 at_work[workers.executor.submit(_guarded, job, task)] = number
-        done, _ = wait(at_work, timeout=longest_s, return_when=FIRST_COMPLETED)
-        if at_work and not done:
+        for future in _first_done(at_work, longest_s):
+            yield at_work.pop(future), _result(future)
+
+
+def _first_done(at_work: Collection[Future[Any]], longest_s: float) -> set[Future[Any]]:
+    """Wait until a future is done; raise `MiniDeepInferError` after `longest_s` seconds.
+
+    In slices: an interrupt that comes just before a wait is noticed at its end only.
+    """
+    end = time.monotonic() + longest_s
+    done: set[Future[Any]] = set()
+    while at_work and not done:
+        left = end - time.monotonic()
+        if left <= 0:
             raise MiniDeepInferError(f"no run has ended for {longest_s:,.0f} s, the longest wait; "
                                      "what had ended is kept")  # fmt: skip
-        for future in done:
-            yield at_work.pop(future), _result(future)
+        done, _ = wait(at_work, timeout=min(SLICE_S, left), return_when=FIRST_COMPLETED)
+    return done
 
 
 class _Ended(NamedTuple, Generic[Result]):

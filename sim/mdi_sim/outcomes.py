@@ -2,9 +2,10 @@
 
 Every token is a plain id except the end-of-sequence token of a request whose trace says that it
 ended before its `max_tokens`. Draft acceptance is drawn per (seed, request, output position), so it
-does not depend on what else is in the batch.
+does not depend on what else is in the batch; a record has its own.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -35,7 +36,8 @@ class Outcomes:
     `stops` maps a sequence to its prompt's length and to the output length at which its model says
     end of sequence; sequences that run to `max_tokens` are absent. `lengths` holds what each had
     put out when the newest step was processed; the driver keeps it up to date while
-    `needs_lengths`, and tells of every step that it plans.
+    `needs_lengths`, and tells of every step that it plans. `accepted`, when given, says how many
+    drafts a step accepts for a sequence; else each has the chance `accept_rate`.
     """
 
     config: SchedulerConfig
@@ -43,6 +45,8 @@ class Outcomes:
     accept_rate: float
     stops: dict[int, tuple[int, int]] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)
+    accepted: Callable[[int, int], int] | None = None
+    _undrafted: set[int] = field(default_factory=set)  # whose prompt was the last they computed
     # Of those who run: the decode step that brings their last token, by its `shift`.
     _shift_of: dict[int, int] = field(default_factory=dict)
     _at_shift: dict[int, set[int]] = field(default_factory=dict)
@@ -88,7 +92,7 @@ class Outcomes:
 
     def result(self, plan: StepPlan, shift: int, batch: Batch) -> StepResult:
         """Make the result of `plan`, or of its repetition that has this `shift` and `batch`."""
-        if plan.is_prefill and not self.stops:
+        if plan.is_prefill and not (self.stops or self.needs_lengths):
             whole = ((self._plain,),) * (len(batch.members) - plan.is_partial)
             return StepResult((*whole, ()) if plan.is_partial else whole)
         if plan.is_prefill or self.needs_lengths:
@@ -109,14 +113,24 @@ class Outcomes:
             return ()
         prompt_len, stop = self.stops.get(item.seq_id, (0, 0))
         done = self.lengths.get(item.seq_id, 0) if self.needs_lengths else item.k - prompt_len
-        count = 1 if plan.is_prefill else 1 + self._accepted(item, done)
+        count = 1 if plan.is_prefill else 1 + self._accepted(plan.step, item, done)
+        if plan.is_prefill and self.needs_lengths:
+            self._undrafted.add(item.seq_id)
         tokens = [self._plain] * count
         if done < stop <= done + count:
             tokens[stop - done - 1] = self.config.eos_token_id
         return tuple(tokens)
 
-    def _accepted(self, item: StepItem, done: int) -> int:
-        """Count accepted drafts: each survives with the same chance if all before it did."""
+    def _accepted(self, step: int, item: StepItem, done: int) -> int:
+        """Count accepted drafts: each survives with the same chance if all before it did.
+
+        None is in the first step behind a prompt, which verifies placeholders.
+        """
+        if self.accepted is not None:
+            return self.accepted(step, item.seq_id)
+        if item.seq_id in self._undrafted:
+            self._undrafted.discard(item.seq_id)
+            return 0
         for draft in range(item.q - 1):
             if _uniform(self.seed, item.seq_id, done, draft) >= self.accept_rate:
                 return draft

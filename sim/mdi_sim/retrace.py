@@ -48,18 +48,22 @@ def replay_recorded(
 
     The scheduler's options are those in the record's metadata, and so are the model's shape unless
     `shape` is given, and the scheduling policy unless it was the caller's own: `policy`. The
-    result has its own plans and the record's times. Raises `ConfigError` when the metadata lacks
-    the options, or a rank has left no steps.
+    result has its own plans and the record's times; drafts are accepted as they were. Raises
+    `ConfigError` when the metadata lacks the options, a rank has left no steps, or the record has
+    drafts but no step items.
     """
     run = recorded_description(recorded, policy)
     run = run if shape is None else replace(run, shape=shape)
     config, shape = run.scheduler, run.shape
     ranks = _number_of_ranks(recorded)
     trace = recorded_requests(recorded)
-    workload = Workload(trace, ranks, RoundRobin())  # each request has the rank it was served on
+    # Each request has the rank it was served on.
+    workload = Workload(trace, ranks, RoundRobin(), has_prefixes=config.enable_prefix_cache)
     schedulers = [
-        Scheduler(config, _recorded_chunks(recorded, run), run.new_policy()) for _ in range(ranks)
-    ]
+        Scheduler(config, _recorded_chunks(recorded, run), run.new_policy(),
+                  hit_margin=shape.replay_keep_tokens)
+        for _ in range(ranks)
+    ]  # fmt: skip
     sources, _ = workload.sources(schedulers)
     timeline = Timeline(ranks)
     drivers = [
@@ -69,7 +73,7 @@ def replay_recorded(
             scheduler=schedulers[rank],
             source=sources[rank],
             outcomes=Outcomes(config=config, seed=0, accept_rate=0.0),
-            recorder=RankRecorder(rank),
+            recorder=RankRecorder(rank, drafting=config.num_draft_tokens > 0),
             request_of=_stopping_as_recorded(workload, recorded),
             shape=shape,
             cost=ConstantCost(prefill_ns=1, decode_ns=1),
@@ -164,6 +168,18 @@ def _is_of_rank(table: pa.Table, rank: int) -> pa.Array:
     return pa.array(ints(table["rank"], null=-1) == rank)
 
 
+def _acceptances(recorded: Run, rank: int) -> dict[tuple[int, int], int]:
+    """Return how many drafts one rank accepted, by step and row of the request; 0 is left out."""
+    table = recorded.items_table
+    if table is None:
+        raise ConfigError("items", None, "a run with drafts can only be retraced with its step "
+                          "items, which say what was accepted")  # fmt: skip
+    items = table.filter(_is_of_rank(table, rank))
+    rows = {name: row for row, name in enumerate(recorded.requests_table["req_id"].to_pylist())}
+    columns = (ints(items["step"]).tolist(), items["req_id"].to_pylist(), ints(items["accepted"]))
+    return {(step, rows[name]): int(n) for step, name, n in zip(*columns, strict=True) if n}
+
+
 class _RecordedDriver(RankDriver):
     """The simulator's driver on recorded times; see `follow`."""
 
@@ -184,6 +200,9 @@ class _RecordedDriver(RankDriver):
         )
         self._landed_steps = 0
         self._starts: deque[int] = deque()  # of steps in flight
+        if self.scheduler.config.num_draft_tokens:
+            found, logs = _acceptances(recorded, self.rank), self.recorder.requests
+            self.outcomes.accepted = lambda step, seq_id: found.get((step, logs[seq_id].row), 0)
 
     def _at(self, name: str, index: int) -> int:
         times = self._times[name]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Unpack
 
-from mdi_shared.chunking import make_policy
+from mdi_shared.chunking import ChunkPolicy, make_policy
 from mdi_shared.cost.step_cost import StepCost
 from mdi_shared.describe_run import RunOptions, describe_run
 from mdi_shared.errors import ConfigError
@@ -21,6 +21,7 @@ from mdi_sim.outcomes import Outcomes
 from mdi_sim.stretch import NEVER, Timeline
 from mdi_sim.workload import Workload
 from mdi_traces.hints import with_predictions
+from mdi_traces.prefixes import GRAIN, with_prefix_ids
 from mdi_traces.recorder import RankRecorder
 from mdi_traces.requests import RequestTrace
 from mdi_traces.run import Run
@@ -56,8 +57,8 @@ def simulate(
     run = describe_run(description, **options)
     config, cost, until_s = run.scheduler, run.step_cost, run.until_s
     config.require_pool_fits()
-    trace = with_predictions(trace, run.policy)
-    workload = Workload(trace, run.ranks, run.new_placement())
+    trace, shares = _prepared(trace, run), config.enable_prefix_cache
+    workload = Workload(trace, run.ranks, run.new_placement(), has_prefixes=shares)
     until_ns = NEVER if until_s is None else int(until_s * 1e9)
     timeline = Timeline(
         run.ranks, getattr(cost, "group", None), keep=int(config.enable_zos), until_ns=until_ns,
@@ -65,7 +66,7 @@ def simulate(
         looks_cost=workload.watches or cost.host.ingress_ns_per_token > 0,
     )  # fmt: skip
     chunks = make_policy(config, run.shape, cost if chunk_cost is None else chunk_cost)
-    schedulers = [Scheduler(config, chunks, run.new_policy()) for _ in range(run.ranks)]
+    schedulers = [_scheduler(run, chunks) for _ in range(run.ranks)]
     sources, front = workload.sources(schedulers)
     drivers = [
         RankDriver(
@@ -100,6 +101,19 @@ def simulate(
     )  # fmt: skip
 
 
+def _prepared(trace: RequestTrace, run: RunDescription) -> RequestTrace:
+    """Return the trace with what the run's options ask for beyond it."""
+    trace = with_predictions(trace, run.policy)
+    if not run.scheduler.enable_prefix_cache:
+        return trace
+    return with_prefix_ids(trace, run.scheduler.block_size)
+
+
+def _scheduler(run: RunDescription, chunks: ChunkPolicy) -> Scheduler:
+    margin = run.shape.replay_keep_tokens
+    return Scheduler(run.scheduler, chunks, run.new_policy(), hit_margin=margin)
+
+
 def _run(group: Group, until_s: float | None) -> tuple[str, int]:
     """Run to the end; return why what is open then is open, and when the end was, ns."""
     try:
@@ -112,6 +126,8 @@ def _run(group: Group, until_s: float | None) -> tuple[str, int]:
 
 def _metadata(trace: RequestTrace, run: RunDescription) -> Metadata:
     config = run.to_json()
+    if run.scheduler.enable_prefix_cache:
+        config[GRAIN] = trace.metadata.config[GRAIN]
     return replace(
         trace.metadata, table=STEPS, source="simulator", clock="virtual", model=run.shape.name,
         hardware=config["cost"].get("hardware"), config=config, seed=run.seed,

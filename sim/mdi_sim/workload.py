@@ -9,6 +9,7 @@ from mdi_shared.scheduler import Scheduler
 from mdi_sim.source import Arrivals, Front, Source, make_sources
 from mdi_traces.columns import codes, ints
 from mdi_traces.hints import trace_hints
+from mdi_traces.prefixes import prefix_contents
 from mdi_traces.requests import RequestTrace
 
 
@@ -16,11 +17,14 @@ class Workload:
     """The requests of `trace` split over `num_ranks`, turns of a session on one rank.
 
     Rows that name a rank keep it. A turn with a think time follows the turn before it; all other
-    requests come at their recorded time. Raises `ConfigError` when the trace names a rank that
-    does not exist.
+    requests come at their recorded time. With `has_prefixes` the trace says what blocks hold
+    (`with_prefix_ids`). Raises `ConfigError` when the trace names a rank that does not exist.
     """
 
-    def __init__(self, trace: RequestTrace, num_ranks: int, placement: Placement) -> None:
+    def __init__(
+        self, trace: RequestTrace, num_ranks: int, placement: Placement, *,
+        has_prefixes: bool = False,
+    ) -> None:  # fmt: skip
         table = trace.table
         self._req_ids = table["req_id"].to_pylist()
         self._prompt_lens, self._max_tokens, self._output_lens, self._cached_lens, self._times = (
@@ -28,6 +32,7 @@ class Workload:
             for name in ("prompt_len", "max_tokens", "output_len", "cached_len", "arrival_ns")
         )
         self._hints = trace_hints(trace)
+        self._contents = prefix_contents(trace) if has_prefixes else [None] * len(trace)
         self._think = ints(table["think_ns"], null=-1).tolist()
         self._sessions = codes(table["session_id"])[0].tolist()
         self._named = ints(table["rank"], null=-1).tolist()
@@ -78,6 +83,7 @@ class Workload:
         request = Request(
             req_id=self._req_ids[row], prompt_len=self._prompt_lens[row],
             max_tokens=max_tokens, cached_len=self._cached_lens[row], hints=self._hints[row],
+            contents=self._contents[row],
             arrived_ns=self._times[row] if arrived_ns is None else arrived_ns,
         )  # fmt: skip
         return request, (output_len if output_len < max_tokens else None)

@@ -85,6 +85,13 @@ def test_who_is_never_served_waits_until_the_end():
     assert fairness(starved).service_gap == pytest.approx(16)
 
 
+def test_who_was_refused_waits_no_longer():
+    """b is refused at 1 s; until then a was served 12, of which nothing waits for b."""
+    run = served(("a", 0, 0, 1, 1, 1, 10, 0, 1), ("a", 0, 1, 2, 2, 2, 10, 0, 1),
+                 ("b", 0, None, None, None, 1, 10, 0, 0))  # fmt: skip
+    assert fairness(run).service_gap == pytest.approx(12)
+
+
 def test_waits_of_those_that_came_and_were_not_refused():
     run = served(("a", 0, 0, 2, 2, 2, 10, 0, 1), ("a", 0, None, None, None, 9, 10, 0, 0),
                  ("a", 1, None, None, None, None, 10, 0, 0))  # fmt: skip

@@ -7,9 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from mdi_analysis import compare, overlay_figure, overlay_page, run_page, save_overlay, summarize
+from mdi_analysis import compare, overlay_figure, overlay_page, save_overlay
 from mdi_analysis.overlay import ROWS, overlay_rows
-from mdi_analysis.plots import PLOTS
 from mdi_shared.errors import ConfigError, SaveError
 
 NAMES = ("real", "model <b>")
@@ -90,14 +89,6 @@ def test_the_options_that_differ_come_first(run, slower):
     ]
     page = overlay_page(found, a, b)
     assert page.index("<td class='text'>scheduler max_num_seqs</td>") < page.index("<img")
-
-
-def test_the_page_of_one_run(run):
-    page = run_page(run, summarize(run), title="one <i>", basis=["assumed: nothing"])
-    assert page.count("<img ") == len(PLOTS)
-    assert "one &lt;i&gt;" in page
-    assert "assumed: nothing" in page
-    assert page.index("<img") < page.index("<details>") < page.index("KV occupancy")
 
 
 def test_empty_runs_and_absent_values_draw_without_a_warning(run, nothing):

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 from mdi_exec.engine.engine import LLMEngine
 from mdi_exec.engine.llm import LLM
-from mdi_exec.engine.runner import StepTokens
+from mdi_exec.engine.step_tokens import StepTokens
 from mdi_exec.numerics import Numerics
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.policies import NO_POLICY, new_policy
@@ -51,7 +51,8 @@ class Watch:
 class FakeRunner:
     """Samples the next of a counter's numbers at once, and checks what a real device relies on.
 
-    A sequence's rows must be contiguous, its memory its own, and no step may be run twice.
+    A sequence's rows must be contiguous, its memory its own, and no step may be run twice. Of
+    drafts it accepts any number.
     """
 
     def __init__(self, vocab_size: int = 8, seed: int = 0) -> None:
@@ -67,13 +68,16 @@ class FakeRunner:
         slots = [slot for slot in plan.slots if slot]
         assert len(slots) == len(set(slots)) == len(requests), "a slot has two owners"
         future, now_ns = Future(), time.monotonic_ns()
-        sampled = len(plan.seq_ids) - plan.is_partial
+        counts, sampled = None, len(plan.seq_ids) - plan.is_partial
+        if plan.rows_each > 1 and not plan.is_prefill:
+            counts = [self.dice.randint(1, plan.rows_each) for _ in plan.seq_ids]
+            sampled = sum(counts)
         tokens = [self.dice.randrange(self.vocab_size) for _ in range(sampled)]
         if self.num_steps == self.fail_at:
             future.set_exception(RuntimeError("the device is gone"))
         else:
             logprobs = [{token: -1.0} for token in tokens]
-            future.set_result(StepTokens(tokens, logprobs, now_ns, now_ns))
+            future.set_result(StepTokens(tokens, logprobs, now_ns, now_ns, counts=counts))
         return future, now_ns
 
     def close(self):

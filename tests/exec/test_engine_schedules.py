@@ -135,14 +135,15 @@ def test_an_id_can_be_used_again_once_its_request_has_ended():
 # ---- schedules at random -----------------------------------------------------------------------
 
 
-def random_engine(dice):
-    blocks = dice.choice([12, 18, 40])
+def random_engine(dice, drafts):
+    blocks, seats = dice.choice([12, 18, 40]), dice.randint(1, 5)
     return fake_engine(
         seed=dice.getrandbits(32),
         num_blocks=blocks,
-        max_model_len=int(0.8 * 4 * blocks) - 1,
-        max_num_seqs=dice.randint(1, 5),
-        max_num_batched_tokens=dice.choice([5, 8, 16]),
+        max_model_len=int(0.8 * 4 * blocks) - (1 + 4 * drafts),
+        max_num_seqs=seats,
+        num_draft_tokens=drafts,
+        max_num_batched_tokens=max(dice.choice([5, 8, 16]), seats * (1 + drafts)),
         enable_zos=dice.random() < 0.7,
         stop_preempted_request=dice.random() < 0.2,
         prefill_attempt_interval=dice.choice([1, 3, 70]),
@@ -162,10 +163,10 @@ def random_request(dice, engine):
     return engine.add_request(prompt(limit + 1 if too_long else dice.randint(1, limit)), params)
 
 
-def run_random_schedule(seed):
+def run_random_schedule(seed, drafts=0):
     """Serve some requests, arriving and aborted at random turns; returns how they ended."""
     dice = random.Random(seed)
-    engine = random_engine(dice)
+    engine = random_engine(dice, drafts)
     names, done, to_come = [], {}, dice.randint(1, 9)
     while to_come or engine.has_unfinished_requests():
         while to_come and dice.random() < 0.4:
@@ -175,6 +176,7 @@ def run_random_schedule(seed):
             engine.abort_request(dice.choice(names))
         for output in engine.step():
             assert output.req_id not in done, f"{output.req_id} has ended already"
+            assert len(output.token_ids) == len(output.logprobs), output
             if output.finished:
                 done[output.req_id] = output
         engine.scheduler.check_integrity()
@@ -195,6 +197,13 @@ def test_a_thousand_random_schedules_leave_the_pool_empty(part):
     assert num_preempted > 20
     assert set(ends) == {"stop", "length", "abort", "prompt_length_exceeded",
                          "insufficient_system_resource"}  # fmt: skip
+
+
+def test_schedules_with_drafts_leave_the_pool_empty_too():
+    found = [run_random_schedule(seed, drafts=1 + seed % 3) for seed in range(200)]
+    assert sum(preempted for _, preempted in found) > 20
+    ends = sum((ended for ended, _ in found), Counter())
+    assert set(ends) >= {"stop", "length", "abort", "prompt_length_exceeded"}
 
 
 def test_the_same_seed_makes_the_same_schedule():

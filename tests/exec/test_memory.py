@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mdi_exec.engine.memory import MemoryEstimate, StepLimits, estimate_memory, require_fits
 from mdi_exec.model.batch import BLOCK_TOKENS, Batch, BatchItem
 from mdi_exec.model.cache import CacheLayout, DeviceCache
+from mdi_exec.model.dspark import DraftHead
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.model.weights import ExpansionBudget, Weights
 from mdi_exec.numerics import Numerics
@@ -89,6 +90,18 @@ def test_weights_and_copies_are_exact(source, copies_limit):
     found = estimate(source.config, copies_limit=copies_limit)
     assert bytes_held(model, NOT_WEIGHTS) == found.weights + found.copies
     assert (found.copies > 0) == (copies_limit > 0)
+
+
+@pytest.mark.parametrize("copies_limit", [0.0, 1e12])
+def test_a_draft_head_is_exact_too(copies_limit):
+    source = open_model("random:tiny", with_draft=True)
+    weights = Weights(source.tensors, budget=ExpansionBudget(copies_limit))
+    model = Transformer(source.config, weights, token_map=source.token_map)
+    head = DraftHead(model, weights.sub("mtp"))
+    layout = CacheLayout(config=source.config).with_drafts(5)
+    found = estimate_memory(layout, LIMITS, num_blocks=8, num_slots=3, copies_limit=copies_limit)
+    assert bytes_held(head, NOT_WEIGHTS) == found.weights + found.copies
+    assert bytes_held(DeviceCache(layout, num_blocks=8, num_slots=3, device="cpu")) == found.cache
 
 
 @pytest.mark.parametrize("numerics", list(Numerics))

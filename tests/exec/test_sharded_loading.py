@@ -7,8 +7,8 @@ from mdi_exec.engine.memory import (
     ENGRAM_TABLE,
     ROUTED_EXPERT,
     StepLimits,
-    backbone_tensors,
     estimate_memory,
+    loaded_tensors,
     memory_line,
 )
 from mdi_exec.model.cache import CacheLayout
@@ -74,7 +74,7 @@ def test_ranks_share_the_files_out(size, checkpoint, token_map):
         own = {int(found[1]) for name in read if (found := ROUTED_EXPERT.search(name))}
         assert own == set(range(rank * 16 // size, (rank + 1) * 16 // size))
         assert sum(read.values()) == sum(
-            spec.nbytes for spec in backbone_tensors(config, shard).values()
+            spec.nbytes for spec in loaded_tensors(config, shard).values()
         )
         experts.append([model.layers[layer].moe.w2.codes for layer in layers])
         for layer in codes:
@@ -118,7 +118,7 @@ def test_a_rank_needs_less_memory(released):
         for size in (1, 4)
     )  # fmt: skip
     routed = sum(
-        spec.nbytes for name, spec in backbone_tensors(released).items()
+        spec.nbytes for name, spec in loaded_tensors(released).items()
         if ROUTED_EXPERT.search(name) or ENGRAM_TABLE in name
     )  # fmt: skip
     assert one.weights - four.weights == pytest.approx(routed * 3 / 4, rel=1e-6)

@@ -16,8 +16,8 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from mdi_exec.engine.llm import LLM
-from mdi_exec.engine.runner import StepTokens
 from mdi_exec.engine.sampling import SamplingParams
+from mdi_exec.engine.step_tokens import StepTokens
 from mdi_exec.errors import EngineStoppedError
 from mdi_shared.errors import MiniDeepInferError
 from mdi_traces.check import check_run

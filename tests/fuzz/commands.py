@@ -31,8 +31,8 @@ from tests.fuzz.values import value
 
 CHECKPOINT = Path(__file__).parent.parent / "golden" / "tiny"
 OFTEN = ("simulate", "show", "check", "compare", "convert", "generate-workload", "retrace")
-SELDOM = ("calibrate", "accuracy", "transfer", "tune", "generate", "record", "replay", "warm-up",
-          "make-checkpoint")  # fmt: skip
+SELDOM = ("calibrate", "accuracy", "transfer", "tune", "lab", "capacity", "generate", "record",
+          "replay", "warm-up", "make-checkpoint")  # fmt: skip
 ALONE_SHARE = 1 / 40
 LONGEST_S = 300
 
@@ -73,7 +73,7 @@ def _arguments(params, rng):
     share = rng.choice((0.0, 0.1, 0.1, 0.3))
     for param in params:
         is_left_out = rng.random() < (0.03 if param.required else 0.85)
-        if is_left_out and param.name not in ("trace", "workload", "slo", "ids"):
+        if is_left_out and param.name not in ("trace", "traces", "workload", "slo", "ids"):
             continue
         if is_left_out and rng.random() < 0.7:
             continue
@@ -94,6 +94,8 @@ def _arguments(params, rng):
 def _kept_small(arguments):
     """Cut what would take minutes: long prompts on the real model, and searches."""
     cuts = {"tune": {"--trials": "2", "--jobs": "1"},
+            "lab": {"--seeds": "1", "--jobs": "1"},
+            "capacity": {"--seeds": "1", "--jobs": "1", "--tolerance": "1"},
             "record": {"--max-prompt": "40", "--max-output": "2", "--rate": "1000"},
             "replay": {"--max-prompt": "40", "--max-output": "2", "--rate": "1000", "--limit": "2"},
             }.get(arguments[0], {})  # fmt: skip

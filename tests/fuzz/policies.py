@@ -24,7 +24,7 @@ from mdi_shared.request import Request
 from tests.shared.script import STEP_NS, ScriptedRank, ended
 from tests.shared.workloads import Workload, play, small, wide, with_hints
 
-WIDE_SHARE, REPEAT_SHARE, COMBINED_SHARE = 0.02, 0.4, 0.4
+WIDE_SHARE, REPEAT_SHARE, COMBINED_SHARE, EVICT_SHARE = 0.02, 0.4, 0.4, 0.6
 PARAMETERS = {
     "mlfq": "quantum=8,levels=3,promote_s=0.2", "las": "quantum=16", "wait": "threshold=2,width=8",
     "two_lanes": "threshold=8,bound_s=0.1", "vtc": "predict=1,weights=a:2", "sjf": "sigma=1",
@@ -32,22 +32,31 @@ PARAMETERS = {
     "watermark": "share=0.5", "qoe": "ttft_s=0.01,horizon_s=0.1", "sjf_decay": "rate=100",
     "mixed": "budget=6",
 }  # fmt: skip
+EVICTING = {
+    "srpt": "evict=2", "limited_srpt": "evict=1,limit=0.5", "priority": "evict=3",
+    "mlfq": "quantum=8,levels=3,promote_s=0.2,evict=2", "las": "quantum=16,evict=1",
+    "qoe": "ttft_s=0.01,horizon_s=0.1,evict=2",
+}  # fmt: skip
 
 
 class Plain(Policy):
     """The engine's own rules as an object: each question is asked, and answered as before."""
 
 
-def named(rng: random.Random, names: list[str]) -> str:
+def named(rng: random.Random, names: list[str], *, may_evict: bool = True) -> str:
     """Return a policy, with its default parameters or with those of a workload this small."""
     name = rng.choice(names)
+    if may_evict and name in EVICTING and rng.random() < EVICT_SHARE:
+        return f"{name}:{EVICTING[name]}"
     has_own = name in PARAMETERS and rng.random() < 0.7
     return f"{name}:{PARAMETERS[name]}" if has_own else name
 
 
 def fitting(config: SchedulerConfig, spec: str) -> SchedulerConfig:
-    """Return the options with what mixed steps need, if the policy has such."""
+    """Return the options with which the policy can run."""
     policy = policy_from_spec(spec)
+    if policy.evict:  # whom it evicts must not end
+        config = replace(config, stop_preempted_request=False)
     if not policy.mixes:
         return config
     budget = max(config.token_budget, policy.budget)
@@ -60,7 +69,11 @@ def specification(rng: random.Random) -> str:
     if rng.random() >= COMBINED_SHARE:
         parts = [named(rng, list(POLICIES))]
     else:
-        parts = [f"{axis}={named(rng, names_of(axis))}" for axis in AXES if rng.random() < 0.8]
+        axes = [axis for axis in AXES if rng.random() < 0.8]
+        parts = []
+        for axis in axes:
+            may_evict = axis == "order" and not "".join(parts).startswith("phase=mixed")
+            parts.append(f"{axis}={named(rng, names_of(axis), may_evict=may_evict)}")
     if not parts or rng.random() < 0.2:
         parts.append(f"max_wait_s={rng.choice([0, 0.05, 0.3])}")
     return "+".join(parts)
@@ -104,6 +117,12 @@ def run(seed: int, counts: Counter[str]) -> None:
         error.add_note(f"under {spec}")
         raise
     counts["preemptions"] += sum(rank.scheduler.num_preempted for rank in ranks)
+    counts["evictions"] += sum(
+        len(turn.plan.preempted)
+        for rank in ranks
+        for turn in rank.turns
+        if turn.plan.kind == PREFILL
+    )
     counts["turns"] += sum(len(rank.turns) for rank in ranks)
     counts["schedules with axes combined"] += "=" in spec.partition(":")[0]
     counts["schedules of groups"] += len(ranks) > 1
@@ -128,6 +147,7 @@ def check(workload: Workload, spec: str) -> list[ScriptedRank]:
         ended(rank)
         assert rank.scheduler.step <= most_steps(workload, preempted), "too many steps"
         progress(rank)
+        evictions(rank, policy_from_spec(spec).evict)
         overdue_first(rank, policy_from_spec(spec).max_wait_s)
     return ranks
 
@@ -143,6 +163,18 @@ def progress(rank: ScriptedRank) -> None:
             at_preemption[seq_id] = given[seq_id]
         for name, count in turn.emitted.items():
             given[ids[name]] += count
+
+
+def evictions(rank: ScriptedRank, most: int) -> None:
+    """Assert that who gives way does so for a request that gets on, and not too often."""
+    times: Counter[int] = Counter()
+    for turn in rank.turns:
+        plan = turn.plan
+        if plan.kind == PREFILL and plan.preempted:
+            assert plan.seq_ids, "evicted for nobody"
+            assert not set(plan.preempted) & set(plan.seq_ids), "evicted for itself"
+            assert max(times[seq_id] for seq_id in plan.preempted) < most, "evicted too often"
+        times.update(plan.preempted)
 
 
 def overdue_first(rank: ScriptedRank, max_wait_s: float) -> None:

@@ -30,6 +30,12 @@ GOOD = {
     "device": ("cpu",), "architecture": ("sm_90a",), "processes": ("1",), "layers": ("1",),
     "experts": ("8",), "format": ("own", "own", "own", "azure"),
     "to_model": ("tiny", "v41-flash"),
+    "policies": ("fcfs", "srpt:sigma=0.5", "vtc", "order=sjf+victim=newest"),
+    "loads": ("5", "speed=2", "arrivals=poisson:9", "as recorded"),
+    "settings": ("default:", "a:max_num_seqs=2", "b:ranks=2,max_num_batched_tokens=512"),
+    "placements": ("round_robin", "jsq"), "seeds": ("1", "2"), "rank_by": ("ttft_ms_p99", "jain"),
+    "cluster": ("mpi://localhost:1",), "load": ("rate={rate}", "speed={rate}"),
+    "start": ("1", "20"), "tolerance": ("0.5", "1"),
 }  # fmt: skip
 PAIRS = {
     "max_num_seqs": "4", "max_model_len": "640", "max_num_batched_tokens": "64", "num_blocks": "64",

@@ -25,15 +25,18 @@ PLAN_COLUMNS = (
 )  # fmt: skip
 
 
-def record(enable_zos, rng):
+def record(enable_zos, rng, num_drafts=0):
     """Serve requests that come in bursts while others run; return the run and its preemptions."""
     options = {
+        "num_draft_tokens": num_drafts,
         "max_model_len": 500, "num_blocks": 10, "max_num_seqs": 48, "enable_zos": enable_zos,
         "max_num_batched_tokens": 300, "prefill_attempt_interval": 3,
         "prefill_any_attempt_interval": 5, "record": "unused",
     }  # fmt: skip
     llm = LLM(CHECKPOINT, **options)
     engine = llm.engine
+    if num_drafts:
+        let_drafts_be_right(engine, random.Random(5))
     try:
         sent = 0
         while sent < NUM_REQUESTS or engine.has_unfinished_requests():
@@ -60,9 +63,35 @@ def record(enable_zos, rng):
         engine.close()
 
 
-@pytest.mark.parametrize("enable_zos", [True, False], ids=["ZOS", "synchronous"])
-def test_a_recorded_run_retraced_makes_the_same_plans(enable_zos):
-    run, num_preempted = record(enable_zos, random.Random(11))
+def let_drafts_be_right(engine, rng):
+    """Have drafts be golden tokens now and then, which the model's own never are."""
+    drafting = engine.runner._program.drafting
+    propose = drafting.propose
+
+    def proposed(batch, verified, rows):
+        made = propose(batch, verified, rows)
+        by_seed = {state.params.rng_seed: state for state in list(engine.book.live.values())}
+        bases, seeds = batch.starts + verified.accepted, rows.seeds[batch.cu_q[:-1]]
+        for slot, base, seed in zip(batch.slots, bases.tolist(), seeds.tolist(), strict=True):
+            state = by_seed.get(seed % 2**64)
+            for i in range(drafting.size):
+                if state is not None and rng.random() < 0.7:
+                    token = state.params.golden_token(base + 2 + i - state.prompt_len)
+                    drafting.ids[slot, i] = max(token, 0)
+        return made
+
+    drafting.propose = proposed
+
+
+@pytest.mark.parametrize(
+    ("enable_zos", "num_drafts"),
+    [(True, 0), (False, 0), (True, 2)],
+    ids=["ZOS", "synchronous", "drafts"],
+)
+def test_a_recorded_run_retraced_makes_the_same_plans(enable_zos, num_drafts):
+    run, num_preempted = record(enable_zos, random.Random(11), num_drafts)
+    accepted = run.items["accepted"]
+    assert set(accepted) == set(range(num_drafts + 1))
     assert len(run.requests) == NUM_REQUESTS
     assert num_preempted > 0, "the pool was meant to be too small"
     assert set(run.requests["finish_reason"]) == {"abort", "stop", "length"}

@@ -79,6 +79,28 @@ def test_a_recorded_run_retraced_makes_the_same_plans(llm, spec, tmp_path):
     assert_same_plans(run, replay_recorded(run))
 
 
+@pytest.mark.parametrize("spec", ["priority:evict=1", "srpt:evict=1", "mlfq:evict=1,quantum=40"])
+def test_who_gives_way_to_a_more_urgent_one_goes_on_later(llm, spec, tmp_path):
+    llm.reopen(**OPTIONS, policy=spec, record=str(tmp_path / "run"))
+    engine, ended = llm.engine, []
+    for i in range(3):  # they have all three blocks
+        params = SamplingParams(max_tokens=20, seq_seed=i, ignore_eos=True)
+        engine.add_request([5 + i] * 40, params)
+    for _ in range(8):
+        engine.step()
+    urgent = Hints(priority=1, predicted_len=2)
+    engine.add_request([3] * 30, SamplingParams(max_tokens=2, ignore_eos=True, hints=urgent))
+    while engine.has_unfinished_requests():
+        ended += [output.req_id for output in engine.step() if output.finished]
+    engine.drain()
+    run = engine.recording.run(engine.scheduler)
+    assert ended[0] == "3"
+    at_prefill = run.steps[run.steps["kind"] == "prefill"]
+    assert at_prefill["n_preempted"].sum() == run.requests["n_preempt"].sum() == 1
+    assert run.requests["output_len"].tolist() == [20, 20, 20, 2]
+    assert_same_plans(run, replay_recorded(run))
+
+
 class ShortestFirst(Policy):
     """A user's own."""
 

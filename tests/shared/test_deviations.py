@@ -24,7 +24,7 @@ MOST_STEPS = 400
 # Function that asks -> the row of the table it belongs to.
 PLACES = {
     "_is_starved": "who is preempted",
-    "want_prefill": "watermark",
+    "below_watermark": "watermark",
     "_tokens_to_run": "`lookahead`, fewest tokens of a chunk",
     "requeue": "place of a preempted sequence",
     "_book_out": "aborted between two chunks",
@@ -35,7 +35,7 @@ PLACES = {
     "_check_progress": "deadlock",
 }
 # Orders that are kept are those that sorting gives; checks and refusals of options decide nothing.
-NO_RULES = {"keeps_order", "check_integrity", "require_allowed"}
+NO_RULES = {"keeps_order", "check_integrity", "require_allowed", "_prefix_rules"}
 
 
 def places_that_ask():

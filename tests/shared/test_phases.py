@@ -117,12 +117,29 @@ def test_a_policy_of_ones_own_is_asked_while_somebody_waits_and_somebody_decodes
         play(toy(), script, 40, scheduling=Patient(1))
 
 
+class MixedByVotes(Policy):
+    """Prompts go beside those who decode, where the engine's votes let them."""
+
+    mixes = True
+    budget = 6
+
+
+def test_a_policy_may_mix_and_leave_the_phase_to_votes():
+    turns = play(toy(prefill_attempt_interval=3, prefill_any_attempt_interval=100), LATE, 40,
+                 scheduling=MixedByVotes())  # fmt: skip
+    assert kinds(turns)[:8] == ["mixed", *["decode"] * 3, "mixed", "mixed", "mixed", "decode"]
+    own = MixedByVotes()
+    own.budget = 2.5
+    with pytest.raises(ConfigError, match="policy = 'MixedByVotes': the budget of a mixed step"):
+        Scheduler(toy(), scheduling=own)
+
+
 @pytest.mark.parametrize(("options", "says"), [
     ({"strict_upstream": True}, "contradicts strict_upstream"),
     ({"num_draft_tokens": 2}, "mixed steps need num_draft_tokens = 0"),
     ({"context_parallel_size": 2}, "mixed steps need context_parallel_size = 1"),
     ({"chunked_prefill": False, "max_num_batched_tokens": 64}, "need chunked_prefill = true"),
-    ({"max_num_batched_tokens": 8}, "mixed step must be at most the token budget, 8"),
+    ({"max_num_batched_tokens": 8}, "mixed step, 9, must be an int from 0 to the token budget, 8"),
 ])  # fmt: skip
 def test_what_leaves_mixed_steps_no_room_is_refused_where_it_is_given(options, says):
     config, spec = toy(**options), "phase=mixed:budget=9"

@@ -4,6 +4,8 @@ Unlike the scripted workloads, the machine decides call by call, so it finds ord
 abort and step that a script would not spell out.
 """
 
+from types import MappingProxyType
+
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -19,6 +21,7 @@ EOS = 1
 
 class SchedulerMachine(RuleBasedStateMachine):
     policy = NO_POLICY
+    options = MappingProxyType({})  # of the scheduler, whatever is drawn
 
     @initialize(
         zos=st.booleans(), chunked=st.booleans(), nextn=st.integers(0, 2),
@@ -26,13 +29,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         cp=st.sampled_from([1, 2, 3]),
     )  # fmt: skip
     def start(self, zos, chunked, nextn, num_blocks, seats, stop, cp):
-        self.config = toy(
-            enable_zos=zos, chunked_prefill=chunked, num_draft_tokens=nextn, max_model_len=16,
-            context_parallel_size=cp,
-            num_blocks=num_blocks, max_num_seqs=seats, stop_preempted_request=stop,
-            prefill_any_attempt_interval=1_000,
-        )  # fmt: skip
-        self.config = fitting(self.config, self.policy)
+        drawn = {
+            "enable_zos": zos, "chunked_prefill": chunked, "num_draft_tokens": nextn,
+            "max_model_len": 16, "context_parallel_size": cp, "num_blocks": num_blocks,
+            "max_num_seqs": seats, "stop_preempted_request": stop,
+            "prefill_any_attempt_interval": 1_000,
+        }  # fmt: skip
+        self.config = fitting(toy(**(drawn | self.options)), self.policy)
         self.scheduler = Scheduler(self.config, scheduling=new_policy(self.policy))
         self.flights = []
         self.live = {}

@@ -32,7 +32,8 @@ COSTS = {
     "fitted": MODEL,
 }
 POLICIES = ["fcfs", "lcfs", "srpt", "mcsf", "conservative", "past_future", "victim=least_computed",
-            "shortest_prompt", "run_to_completion", "mlfq"]  # fmt: skip
+            "shortest_prompt", "run_to_completion", "mlfq", "phase=mixed",
+            "srpt+phase=prefill_first"]  # fmt: skip
 
 
 def trace_of(rows):
@@ -60,6 +61,7 @@ rows = st.lists(
        st.sampled_from([(1, 0), (2, 0), (1, 2)]), st.sampled_from([32, 4_096]))  # fmt: skip
 def test_no_policy_beats_a_bound(requests, cost, policy, ranks_and_drafts, budget):
     ranks, drafts = ranks_and_drafts
+    drafts = 0 if policy == "phase=mixed" else drafts
     run = describe_run(
         cost=COSTS[cost], shape=V41_FLASH if cost == "fitted" else TINY, policy=policy, ranks=ranks,
         scheduler={"num_blocks": 24, "block_size": 16, "max_model_len": 256, "max_num_seqs": 8,

@@ -116,7 +116,7 @@ def test_replicates_and_policies_have_intervals(here):
     assert first.change is None
     assert second.change.n == 2
     sentences = found.sentences()
-    assert "95 % interval, 2 seeds" in sentences[0]
+    assert "2 seeds, each within" in sentences[0]
     assert "against fcfs" in sentences[1]
 
 

@@ -3,7 +3,8 @@
 import pyarrow as pa
 import pytest
 
-from mdi_analysis import summarize
+from mdi_analysis import compare, summarize
+from mdi_analysis.overlay import overlay_rows
 from mdi_sim.simulate import simulate
 from mdi_traces.check import check_run
 from mdi_traces.generate import generate_workload
@@ -30,6 +31,18 @@ def test_the_smaller_the_chunks_beside_it_the_steadier_a_token_stream(runs):
     assert found["mixed:budget=512"].ttft_ms.p99 > found["prefill_first"].ttft_ms.p99
 
 
+def test_capacity_is_higher_where_chunks_go_beside_who_decodes():
+    """The same source's measure: the rate at which a P99 gap and a median of queueing hold."""
+
+    def holds(spec, rate):
+        work = generate_workload("azure-conv", num_requests=60, seed=3, rate=rate)
+        found = summarize(simulate(work, scheduler=OPTIONS, ranks=1, policy=spec)).latency
+        return found.itl_ms.p99 <= 200 and found.queue_ms.p50 <= 2_000
+
+    assert [holds("prefill_first", rate) for rate in (4.0, 12.0)] == [True, False]
+    assert holds("mixed:budget=2048", 12.0)
+
+
 def test_tables_tell_prompts_from_who_decodes(runs):
     run = runs["mixed:budget=512"]
     assert check_run(run) == []
@@ -48,3 +61,12 @@ def test_a_prompt_token_too_many_is_found_beside_who_decodes(runs):
     broken = put_column(run.requests_table, "n_recomputed_tokens", pa.array(computed, pa.int32()))
     (finding,) = check_run(Run(run.steps_table, broken, run.metadata, run.items_table))
     assert (finding.law, finding.row) == ("prompt_tokens_are_computed", 7)
+
+
+def test_runs_of_different_phases_compare(runs):
+    a, b = runs["prefill_first"], runs["mixed"]
+    found = compare(a, b)
+    assert (found.kinds["prefill"].count.b, found.kinds["mixed"].count.a) == (0, 0)
+    assert "mixed step, P50, ms" in str([sheet.rows for sheet in found.sheets()])
+    step_times = next(iter(overlay_rows(a, b, found.names).values()))
+    assert step_times.axes[0].get_xlabel() == "rows of a prefill or mixed step"

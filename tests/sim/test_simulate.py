@@ -178,6 +178,8 @@ def test_drafts_shorten_a_run_and_leave_the_tokens_alone():
         assert [f for f in check_run(run) if not f.skipped] == []
         steps[drafts] = (run.steps["kind"] == "decode").sum()
     assert steps[3] < 0.6 * steps[0]
+    firsts = run.items.query("q == 4").groupby("req_id").first()
+    assert firsts["accepted"].tolist() == [0, 0, 0], "placeholders behind a prompt"
     assert run.steps["n_accepted"].sum() > 0
     assert run.steps["n_draft_rows"].sum() == 3 * run.items.query("k > 61 or q == 4").shape[0] > 0
 

@@ -49,6 +49,7 @@ BREAKS = [
     ("prompt_tokens_are_computed", "requests", 1, dict(requests={1: {"cached_len": 0}})),
     ("prompt_tokens_are_computed", "requests", 0,
      dict(requests={0: {"n_recomputed_tokens": 2}})),
+    ("hits_are_known", "requests", 0, dict(requests={0: {"hit_tokens": 2, "known_tokens": 1}})),
     ("output_tokens_are_emitted", "requests", 0, dict(requests={0: {"output_len": 2}})),
     ("output_tokens_are_emitted", "requests", 1, dict(items={2: {"emitted": 0}})),
 ]  # fmt: skip

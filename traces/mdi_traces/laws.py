@@ -196,17 +196,25 @@ def step_rows_match_items(t: Tables) -> Broken | None:
 
 
 def prompt_tokens_are_computed(t: Tables) -> Broken | None:
-    """Prefill rows of a completed request: prompt_len - cached_len + n_recomputed_tokens."""
+    """Prefill rows of a completed request are its prompt's not cached or found, and recomputed."""
     q = t.ints(ITEMS, "q")
     if (t.completed & ~t.valid("n_recomputed_tokens")).any():
         raise Untestable(REQUESTS, "n_recomputed_tokens was not recorded")
     due = t.ints(REQUESTS, "prompt_len") - t.ints(REQUESTS, "cached_len")
-    due = due + t.ints(REQUESTS, "n_recomputed_tokens")
+    due = due - t.ints(REQUESTS, "hit_tokens") + t.ints(REQUESTS, "n_recomputed_tokens")
     computed = t.per_request(np.where(t.prompt_items, q, 0))
     return _equal(
         t, REQUESTS, ("the number of prefill rows", computed),
-        ("prompt_len - cached_len + n_recomputed_tokens", due), t.completed,
+        ("prompt_len - cached_len - hit_tokens + n_recomputed_tokens", due), t.completed,
     )  # fmt: skip
+
+
+def hits_are_known(t: Tables) -> Broken | None:
+    """A prefix hit is at most what was known, and leaves a token of the prompt to compute."""
+    hit, known, prompt = (t.ints(REQUESTS, n) for n in ("hit_tokens", "known_tokens", "prompt_len"))
+    bad = (hit < 0) | (hit > known) | (known >= prompt)
+    return _first(REQUESTS, bad, lambda row: f"hit_tokens = {hit[row]} and known_tokens = "
+                  f"{known[row]} of request {t.req_id(row)} of {prompt[row]} tokens")  # fmt: skip
 
 
 def output_tokens_are_emitted(t: Tables) -> Broken | None:
@@ -231,6 +239,6 @@ LAWS: Mapping[str, Law] = MappingProxyType({
         every_request_ends, request_times_ascend, step_times_ascend, schedule_times_ascend,
         steps_have_no_gaps, ranks_agree_on_phase, padding_only_adds, memory_returns,
         items_belong, items_are_consistent, step_rows_match_items, prompt_tokens_are_computed,
-        output_tokens_are_emitted, content_is_unchanged,
+        hits_are_known, output_tokens_are_emitted, content_is_unchanged,
     )
 })  # fmt: skip

@@ -71,11 +71,15 @@ def due_note(trace: RequestTrace) -> str:
     return f"first request due after {_duration(arrival.min())}, last {_duration(arrival.max())}"
 
 
-def unused_note(trace: RequestTrace, policy: str | Policy = NO_POLICY) -> str | None:
+def unused_note(
+    trace: RequestTrace, policy: str | Policy = NO_POLICY, *, reuses_prefixes: bool = False
+) -> str | None:
     """Name the columns of the trace that a run under `policy` does not use."""
     table = trace.table
-    for_policies = ("priority", "client", "deadline_ns") if policy == NO_POLICY else ()
-    unused = [n for n in (*for_policies, "hash_ids") if table[n].null_count < len(table)]
+    names = ["priority", "client", "deadline_ns"] if policy == NO_POLICY else []
+    if not reuses_prefixes:
+        names.append("hash_ids")
+    unused = [n for n in names if table[n].null_count < len(table)]
     if not unused:
         return None
     return f"{' and '.join(unused)} of the trace: kept, but nothing in this run uses them"

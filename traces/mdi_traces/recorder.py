@@ -45,7 +45,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "stretches": (
         "row", "kind", "step", "decode_step", "vote", "want", "n_items", "rows_each",
         "n_tokens_padded", "n_chunked", "n_finished", "n_ignored", "n_preempted", "target_ns",
-        "shift", "free_blocks", "free_slots", *Launches._fields,
+        "shift", "free_blocks", "free_slots", "n_restored", "n_saved", *Launches._fields,
     ),
     # What repetitions change, from this row on; `n_finished` at this row alone.
     "wants": ("row", "want"),
@@ -69,7 +69,7 @@ GROUP_FIELDS = ("met_ns", "own_ns")  # of groups only; `own_ns` has an entry per
 MEASURED_FIELDS = ("sample_ns", "graph_size", "moe_imbalance")  # by a real device
 REQUEST_FIELDS = (
     "rank", "t_first_sched", "t_first_token", "t_finish", "output_len",
-    "n_chunks", "n_preempt", "n_recomputed_tokens",
+    "n_chunks", "n_preempt", "n_recomputed_tokens", "hit_tokens", "known_tokens",
 )  # fmt: skip
 
 
@@ -86,6 +86,8 @@ class RequestLog:
     n_chunks: int = 0
     n_preempt: int = 0
     n_recomputed_tokens: int = 0
+    hit_tokens: int = 0
+    known_tokens: int = 0
     finish_reason: str | None = None
 
 
@@ -134,11 +136,12 @@ class RankRecorder:
         launching repetitions take, from the one on that each names first.
         """
         entries, row, size = self.entries, self.num_launched, len(plan.batch.members)
+        restored = sum(copy.to_slot for copy in plan.copies)
         entries["stretches"].extend((
             row, _KIND_CODES[plan.kind], plan.step, plan.decode_step, _VOTE_CODES[plan.vote],
             plan.want, size, plan.rows_each, plan.num_batched_tokens, plan.is_partial,
             len(plan.finished), len(plan.ignored), len(plan.preempted), plan.target_ns, plan.shift,
-            plan.free_blocks, plan.free_slots, *times,
+            plan.free_blocks, plan.free_slots, restored, len(plan.copies) - restored, *times,
         ))  # fmt: skip
         self.num_launched += count
         if count > 1:
@@ -146,6 +149,7 @@ class RankRecorder:
                 entries["paces"].extend((row + first, schedule_ns, launch_ns))
         for seq_id in plan.preempted:
             self.requests[seq_id].n_preempt += 1
+        self._note_hits(plan)
         self._note_prompts(plan, row, times.t_sched)
         if plan.decodes:
             if plan.joined or plan.left:
@@ -262,6 +266,12 @@ class RankRecorder:
         entries["waiting"].extend((row, outcome.n_waiting + due))
         entries["running"].extend((row, outcome.n_running))
         self.num_processed += 1
+
+    def _note_hits(self, plan: StepPlan) -> None:
+        for seq_id, tokens, known in plan.hits:
+            log = self.requests[seq_id]
+            if log.t_first_sched == NOT_YET:  # a preempted one finds what it left itself
+                log.hit_tokens, log.known_tokens = tokens, known
 
     def _note_prompts(self, plan: StepPlan, row: int, now_ns: int) -> None:
         if not plan.prompts:

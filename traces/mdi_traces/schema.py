@@ -95,8 +95,10 @@ _STEP_ROWS: list[_Row] = [
     ("cpu_prep_ms", _F32, True, "ms", "host: laying out the step's inputs, before t_launch"),
     ("cpu_launch_ms", _F32, True, "ms", "host: giving the work to the device, after t_launch"),
     ("gap_ms", _F32, True, "ms", "the device was idle before this step; null = the first"),
-    # Since version 4; null in older files.
+    # Since version 4; null in older files, and what prefix reuse copies without that.
     ("n_prompt_rows", _I32, True, "rows", "of n_tokens those of prompts; the others decode"),
+    ("n_restored", _I32, True, "tails", "copied to slots before the step, for prefix hits"),
+    ("n_saved", _I32, True, "tails", "copied from slots before the step, to be found later"),
 ]  # fmt: skip
 
 _ITEM_ROWS: list[_Row] = [
@@ -139,6 +141,11 @@ _REQUEST_ROWS: list[_Row] = [
     ("accept_profile", _TEXT, True, "", "draft-acceptance model, simulator only"),
     ("rank", _I16, True, "index", "data-parallel rank assigned"),
     ("t_submit", _I64, True, "ns", "the scheduler got it"),
+    # Since version 4; null without prefix reuse and in older files.
+    ("hit_tokens", _I32, True, "tokens", "of its prompt taken from the prefix cache, when first "
+     "planned"),
+    ("known_tokens", _I32, True, "tokens", "those whose blocks were there; beyond hit_tokens no "
+     "tail was at hand"),
     ("t_first_sched", _I64, True, "ns", "first planned"),
     ("t_first_token", _I64, True, "ns", "first token visible"),
     ("t_last_token", _I64, True, "ns", "last token visible"),
@@ -146,7 +153,7 @@ _REQUEST_ROWS: list[_Row] = [
     ("n_chunks", _I32, True, "steps", "prefill steps it took"),
     ("n_preempt", _I32, True, "times", "preempted"),
     ("n_recomputed_tokens", _I32, True, "tokens",
-     "prefilled beyond prompt_len - cached_len, after preemptions"),
+     "prefilled beyond prompt_len - cached_len - hit_tokens, after preemptions"),
     ("finish_reason", _LABEL, True, "", "stop, length, abort, prompt_length_exceeded or "
      "insufficient_system_resource; null = unfinished"),
     ("unfinished_reason", _LABEL, True, "", "why the run ended without finishing it; \"had not "
@@ -177,9 +184,12 @@ ADDED_COLUMNS: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
         STEPS: {
             **dict.fromkeys(("ingress_ms", "cpu_prep_ms", "cpu_launch_ms", "gap_ms"), 2),
-            "n_prompt_rows": 4,
+            **dict.fromkeys(("n_prompt_rows", "n_restored", "n_saved"), 4),
         },
-        REQUESTS: dict.fromkeys(("client", "deadline_ns", "predicted_len"), 3),
+        REQUESTS: {
+            **dict.fromkeys(("client", "deadline_ns", "predicted_len"), 3),
+            **dict.fromkeys(("hit_tokens", "known_tokens"), 4),
+        },
     }
 )
 

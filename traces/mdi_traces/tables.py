@@ -54,6 +54,9 @@ def build_run(
     reasons = dict.fromkeys(range(len(trace)), unfinished_reason)
     reasons.update(dict.fromkeys(not_arrived, NOT_ARRIVED))
     requests = _requests(ranks, trace, arrived_ns, reasons)
+    if not config.enable_prefix_cache:
+        for name in ("hit_tokens", "known_tokens"):
+            requests = put_column(requests, name, pa.nulls(len(trace), pa.int32()))
     pools = [recorder.final_pool for recorder in recorders]
     known = [] if None in pools else pools
     left = {name: [pool[i] for pool in known if pool] for i, name in enumerate(rec.POOL_FIELDS)}
@@ -116,9 +119,16 @@ def _steps(rank: RankSteps, metadata: Metadata, config: SchedulerConfig, run_id:
         "pred_ms": np.where(step["pred_ns"] >= 0, step["pred_ns"] / _MS, _NAN),
         "target_ms": np.where(target > 0, target / _MS, _NAN),
         "moe_imbalance": rank.measured[:, 2],
-        **_host_times(rank, step),
+        **_host_times(rank, step), **_copies(rank, config),
     }  # fmt: skip
     return _table(values, STEP_SCHEMA, rank.rows)
+
+
+def _copies(rank: RankSteps, config: SchedulerConfig) -> dict[str, pa.Array]:
+    names = ("n_restored", "n_saved")
+    if not config.enable_prefix_cache:
+        return dict.fromkeys(names, pa.nulls(rank.rows, pa.int32()))
+    return {name: numbers(rank.per_step(name, first_only=True), pa.int32()) for name in names}
 
 
 def _host_times(rank: RankSteps, step: dict[str, Ints]) -> dict[str, pa.Array]:
@@ -201,7 +211,8 @@ def _requests(
     columns: dict[str, tuple[Any, Bools | None]] = {
         "arrival_ns": (arrival, None), "output_len": (lengths, None),
         **{name: (out[name], served) for name in (
-            "rank", "n_chunks", "n_preempt", "n_recomputed_tokens")},
+            "rank", "n_chunks", "n_preempt", "n_recomputed_tokens", "hit_tokens",
+            "known_tokens")},
         **{name: (out[name], out[name] != NOT_YET) for name in times},
         "t_submit": (t_submit, t_submit != NOT_YET), "t_last_token": (last, last != NOT_YET),
         "ttft_ms": ((first - arrival) / _MS, first != NOT_YET),

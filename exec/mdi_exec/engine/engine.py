@@ -9,7 +9,6 @@ Read next: `llm.py` (the offline class), `runner.py` (the device), `mdi_shared/l
 
 import time
 from collections import deque
-from dataclasses import dataclass
 
 from mdi_exec.engine.recording import NO_ARRIVAL, LaunchTimes, RankPart, Recording
 from mdi_exec.engine.request_state import (
@@ -20,8 +19,9 @@ from mdi_exec.engine.request_state import (
     arrival,
     require_name,
 )
-from mdi_exec.engine.runner import ModelRunner, Pending, StepTokens
+from mdi_exec.engine.runner import ModelRunner
 from mdi_exec.engine.sampling import SamplingParams
+from mdi_exec.engine.step_tokens import InFlight
 from mdi_exec.errors import EngineStoppedError
 from mdi_exec.ranks.parallel import HAS_COME, MAY_COME, NOTHING_COMES, RankGroup
 from mdi_exec.weights.tokenizer import Tokenizer
@@ -47,22 +47,10 @@ from mdi_traces.run import Run
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0005, 0.01  # of an idle group between two looks
 
 
-@dataclass(slots=True)
-class _InFlight:
-    """A launched step; `tokens` and `awaited_ns` are filled in when it has ended."""
-
-    plan: StepPlan
-    requests: list[RequestState]
-    pending: Pending
-    tokens: StepTokens | None = None
-    awaited_ns: int = 0
-
-
 class LLMEngine:
     """Serves requests as they come. Not thread-safe but for `add_request` and `abort_request`.
 
     `recording`, when given, receives every step; it costs a few numbers each.
-
     In a `group` of several ranks, turns are taken together: once any rank has work, each calls
     `step` until `is_idle` says that all are done. `more_to_come` keeps the group awake for
     requests that this rank's caller has yet to add.
@@ -82,6 +70,7 @@ class LLMEngine:
         self.scheduler = scheduler
         self.runner = runner
         self.group = group if group is not None else RankGroup()
+        self.rank_views: list[RankView] = [UnseenRank()] * self.group.size  # no rank sees another
         self.more_to_come = False
         self.vocab_size = vocab_size
         self.recording = recording
@@ -90,7 +79,7 @@ class LLMEngine:
         self._aborts: list[str] = []
         self._by_seq: dict[int, RequestState] = {}
         self._num_submitted = 0
-        self._flights: deque[_InFlight] = deque()
+        self._flights: deque[InFlight] = deque()
         self._leaving: list[str] = []  # ended by a stop string; the scheduler is yet to hear
         self._loop = serve(scheduler, num_ranks=self.group.size)
         self._effect: Effect | None = None  # what the loop is waiting for an answer to
@@ -100,8 +89,7 @@ class LLMEngine:
         # One start for all ranks: their clocks are the same where they share a machine.
         self._start_ns = max(ns for (ns,) in self.group.gather((time.monotonic_ns(),)))
         self._poll_ns = 0
-        self._waited_ns = 0  # at votes since that poll
-        self._ingress_ns = NO_ARRIVAL  # how long the newest request waited for that poll
+        self._waited_ns, self._ingress_ns = 0, NO_ARRIVAL  # at votes since that poll, and before it
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -177,11 +165,6 @@ class LLMEngine:
         return self.group.size
 
     @property
-    def rank_views(self) -> list[RankView]:
-        """What placements see of the ranks: nothing."""
-        return [UnseenRank() for _ in range(self.group.size)]
-
-    @property
     def is_quiet(self) -> bool:
         """Whether the loop sleeps, since no rank has work, and nothing was added here since."""
         return isinstance(self._effect, AwaitArrival) and not self.book.live
@@ -252,9 +235,8 @@ class LLMEngine:
     def close(self, *, leaves_group: bool = True) -> None:
         """Stop the device worker, free the cache and leave the group; harmless when done twice.
 
-        Requests that still run get a last output with the finish reason `error`.
-
-        Another engine may serve on in a group that was not left; no step may be in flight then.
+        Requests that still run get a last output with the finish reason `error`. Another engine
+        may serve on in a group that was not left; no step may be in flight then.
         """
         self._stop("it was closed", leaves_group=leaves_group)
 
@@ -335,7 +317,8 @@ class LLMEngine:
             self._num_submitted += 1
             if self.recording is not None:
                 self.recording.submitted(state)
-        return News(tuple(state.request() for state in arrived), tuple(aborts), self._poll_ns)
+        config = self.scheduler.config
+        return News(tuple(s.request(config) for s in arrived), tuple(aborts), self._poll_ns)
 
     # ---- effects -------------------------------------------------------------------------------
 
@@ -343,7 +326,7 @@ class LLMEngine:
         planned_ns = self.now_ns()
         requests = [self._by_seq[seq_id] for seq_id in plan.seq_ids]
         pending, handed_ns = self.runner.launch(plan, requests)
-        self._flights.append(_InFlight(plan, requests, pending))
+        self._flights.append(InFlight(plan, requests, pending))
         if self.recording is not None:
             times = LaunchTimes(self._poll_ns, planned_ns, handed_ns - self._start_ns,
                                 self.now_ns(), self._ingress_ns, self._waited_ns)  # fmt: skip
@@ -357,7 +340,7 @@ class LLMEngine:
             self.recording.catch_up()  # the device is busy meanwhile
         flight.tokens = flight.pending.result()
         flight.awaited_ns = self.now_ns()
-        drawn: list[tuple[int, ...]] = [(token,) for token in flight.tokens.token_ids]
+        drawn = flight.tokens.by_sequence()
         return StepResult((*drawn, ()) if flight.plan.is_partial else tuple(drawn))
 
     def _report(self, report: Report) -> None:
@@ -375,22 +358,26 @@ class LLMEngine:
             self.recording.landed(flight.tokens, self._start_ns, flight.awaited_ns, now_ns)
         self.recording.reported(report, now_ns)
 
-    def _keep(self, flight: _InFlight, outcome: StepOutcome) -> None:
+    def _keep(self, flight: InFlight, outcome: StepOutcome) -> None:
         """Store a step's visible tokens and show them."""
         assert flight.tokens is not None, "a reported step has been awaited"
         ended = {ending.seq_id: ending for ending in outcome.ended}
-        columns = zip(outcome.seq_ids, flight.requests, outcome.tokens, strict=True)
-        for index, (seq_id, state, new) in enumerate(columns):
+        logprobs = flight.tokens.logprobs
+        # A prompt that is not done yet is the last of its step, and has no tokens.
+        columns = zip(outcome.seq_ids, flight.requests, outcome.tokens, flight.tokens.firsts,
+                      strict=False)  # fmt: skip
+        for seq_id, state, new, first in columns:
             if not new:
                 continue
             state.tokens.extend(new)
-            state.logprobs.append(flight.tokens.logprobs[index])
-            if state.finish_reason is None and state.has_stop_string():
-                # The scheduler knows no text and will be told to end it; what steps in flight may
-                # bring of it, nobody sees.
+            state.logprobs.extend(logprobs[first : first + len(new)])
+            shown = state.stop_string_within(len(new)) if state.params.stop else None
+            if shown is not None:
+                # The scheduler knows no text and will be told to end it; what comes behind, of
+                # these tokens and of steps in flight, nobody sees.
                 state.finish_reason = "stop"
                 self._leaving.append(state.req_id)
-                self.book.show(state, new)
+                self.book.show(state, new[:shown], hidden=len(new) - shown)
             elif state.finish_reason is None and seq_id not in ended:
                 self.book.show(state, new)
             if seq_id in ended:

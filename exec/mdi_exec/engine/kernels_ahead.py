@@ -21,10 +21,12 @@ import torch
 from joblib import Parallel, delayed
 from torch import Tensor
 
+from mdi_exec.engine.draft_options import require_drafts
 from mdi_exec.engine.options import (
     DEFAULT_COPIES_GB,
     DEFAULT_KV_CACHE_GB,
     GB,
+    cache_layout,
     scheduler_config,
     split_options,
 )
@@ -74,12 +76,13 @@ def reach_of(model: str | Path, options: Mapping[str, Any]) -> Reach:
     """Return the reach of an `LLM` with these options on a GPU; none is needed here."""
     engine_options, scheduler_options = split_options(dict(options))
     source = open_model(model, "cpu", engine_options.revision)
-    layout = CacheLayout(config=source.config, numerics=Numerics(engine_options.numerics))
+    layout = cache_layout(source.config, engine_options, scheduler_options)
     config = scheduler_config(
         scheduler_options, layout, DEFAULT_KV_CACHE_GB * GB,
         eos_token_id=source.config.eos_token_id,
         max_positions=source.config.max_position_embeddings,
     )  # fmt: skip
+    require_drafts(config.num_draft_tokens, source.config, device="a GPU")
     copies_gb = engine_options.expanded_weights_memory_gb
     return Reach.of(layout, config, (DEFAULT_COPIES_GB if copies_gb is None else copies_gb) * GB)
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from mdi_exec.engine.draft_options import require_drafts
+from mdi_exec.engine.drafting import Drafting
 from mdi_exec.engine.engine import LLMEngine
 from mdi_exec.engine.kernels_ahead import Reach, compile_ahead, told_in_lines
 from mdi_exec.engine.memory import (
@@ -23,11 +25,18 @@ from mdi_exec.engine.memory import (
     memory_line,
     require_fits_on,
 )
-from mdi_exec.engine.options import DEFAULT_KV_CACHE_GB, GB, EngineOptions, scheduler_config
+from mdi_exec.engine.options import (
+    DEFAULT_KV_CACHE_GB,
+    GB,
+    EngineOptions,
+    cache_layout,
+    scheduler_config,
+)
 from mdi_exec.engine.recording import Recording, hardware_name
 from mdi_exec.engine.runner import ModelRunner
 from mdi_exec.model.cache import CacheLayout, DeviceCache
 from mdi_exec.model.config import shape_of
+from mdi_exec.model.dspark import DraftHead
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.model.weights import ExpansionBudget, Weights
 from mdi_exec.numerics import Numerics
@@ -57,7 +66,7 @@ class LoadedModel:
     Before anything is loaded, on a GPU and in a group, `on_estimate` is called with a line on the
     memory it will take, and what will not fit on its GPU is refused. Raises `ConfigError` for
     that, `CheckpointError` when the checkpoint is not what its config says. `options` is kept with
-    the device that is this rank's.
+    the device that is this rank's. The draft head comes along if the engine to be has drafts.
     """
 
     def __init__(
@@ -66,12 +75,15 @@ class LoadedModel:
     ) -> None:  # fmt: skip
         self.group = group
         self.options = replace(options, device=own_device(options.device, group))
-        self.source = open_model(model, self.options.device, self.options.revision)
+        self.head: DraftHead | None = None
+        drafts = scheduler_options.get("num_draft_tokens", 0)
+        self._has_head = isinstance(drafts, int) and drafts > 0
+        self.source = open_model(model, self.options.device, self.options.revision,
+                                 with_draft=self._has_head)  # fmt: skip
         self.config, self.tokenizer = self.source.config, self.source.tokenizer
         require_even_experts(self.config.n_routed_experts, group.size)
         self.options.require_weights_fit(self.source.weight_bytes)
         numerics = Numerics(self.options.numerics)
-        self.layout = CacheLayout(config=self.config, numerics=numerics)
         self.shard = ExpertShard(group.rank, group.size)
         estimate = self._estimate(self.options, scheduler_options)
         if group.size > 1 or self.options.device != "cpu":
@@ -91,6 +103,8 @@ class LoadedModel:
             numerics=numerics,
             exchange=self._exchange(),
         )
+        if self._has_head:
+            self.head = DraftHead(self.transformer, weights.sub("mtp"))
         weights.require_finite()
 
     def _compile_ahead(
@@ -102,7 +116,8 @@ class LoadedModel:
         if note is not None:
             tell(note)
         config = self.planned_config(self.options, scheduler_options)
-        reach = Reach.of(self.layout, config, self.options.expanded_weights_bytes)
+        reach = Reach.of(self._layout(self.options, scheduler_options), config,
+                         self.options.expanded_weights_bytes)  # fmt: skip
         with torch.cuda.device(self.options.device):
             compile_ahead(reach, current_architecture(), told_in_lines(tell))
 
@@ -113,6 +128,9 @@ class LoadedModel:
 
     # ---- memory --------------------------------------------------------------------------------
 
+    def _layout(self, options: EngineOptions, scheduler_options: Mapping[str, Any]) -> CacheLayout:
+        return cache_layout(self.config, options, scheduler_options)
+
     def _line(self, estimate: MemoryEstimate) -> str:
         line = memory_line(estimate, self.config, self.shard)
         share = self.options.gpu_memory_utilization
@@ -122,10 +140,13 @@ class LoadedModel:
         self, options: EngineOptions, scheduler_options: Mapping[str, Any]
     ) -> MemoryEstimate:
         config = self.planned_config(options, scheduler_options)
-        limits = StepLimits(rows=config.token_budget, seqs=config.max_num_seqs,
-                            context=config.max_model_len)  # fmt: skip
+        limits = StepLimits(
+            rows=config.token_budget, seqs=config.max_num_seqs * (1 + config.num_draft_tokens),
+            context=config.max_model_len,
+        )  # fmt: skip
         return estimate_memory(
-            self.layout, limits, num_blocks=config.num_blocks, num_slots=config.num_slots,
+            self._layout(options, scheduler_options), limits, num_blocks=config.num_blocks,
+            num_slots=config.num_slots,
             copies_limit=options.expanded_weights_bytes, for_kernels=options.uses_kernels,
             shard=self.shard,
         )  # fmt: skip
@@ -139,7 +160,7 @@ class LoadedModel:
         """
         is_sized = options.gpu_memory_utilization is None
         kv_bytes = options.kv_bytes(0) if is_sized else DEFAULT_KV_CACHE_GB * GB
-        return self._sized(scheduler_options, kv_bytes)
+        return self._sized(options, scheduler_options, kv_bytes)
 
     def require_room(self, options: EngineOptions, scheduler_options: Mapping[str, Any]) -> None:
         """Raise `ConfigError` unless another engine fits beside the weights, which are in."""
@@ -148,11 +169,17 @@ class LoadedModel:
         estimate = self._estimate(options, scheduler_options)
         require_fits_on(replace(estimate, weights=0, copies=0), options.device)
 
-    def _sized(self, options: Mapping[str, Any], kv_bytes: float) -> SchedulerConfig:
-        return scheduler_config(
-            options, self.layout, kv_bytes, eos_token_id=self.config.eos_token_id,
+    def _sized(
+        self, options: EngineOptions, scheduler_options: Mapping[str, Any], kv_bytes: float
+    ) -> SchedulerConfig:
+        config = scheduler_config(
+            scheduler_options, self._layout(options, scheduler_options), kv_bytes,
+            eos_token_id=self.config.eos_token_id,
             max_positions=self.config.max_position_embeddings,
         )  # fmt: skip
+        require_drafts(config.num_draft_tokens, self.config, device=self.options.device,
+                       has_head=self._has_head)  # fmt: skip
+        return config
 
     # ---- engines -------------------------------------------------------------------------------
 
@@ -168,7 +195,8 @@ class LoadedModel:
         workspace = 0
         if options.gpu_memory_utilization is not None:
             workspace = self._estimate(options, scheduler_options).workspace
-        config = self._agreed(options, self._sized(scheduler_options, options.kv_bytes(workspace)))
+        sized = self._sized(options, scheduler_options, options.kv_bytes(workspace))
+        config = self._agreed(options, sized)
         shape = shape_of(
             self.config, self.source.name, replay_keep_tokens=options.replay_keep_tokens
         )
@@ -186,9 +214,15 @@ class LoadedModel:
                     "chunk_cost": cost.describe(),
                 },
                 rank=self.group.rank,
+                drafting=config.num_draft_tokens > 0,
             )
         engine = LLMEngine(
-            Scheduler(config, make_policy(config, shape, cost), new_policy(options.policy)),
+            Scheduler(
+                config,
+                make_policy(config, shape, cost),
+                new_policy(options.policy),
+                hit_margin=options.replay_keep_tokens,
+            ),
             self._runner(options, config),
             vocab_size=self.config.vocab_size,
             tokenizer=self.tokenizer,
@@ -200,7 +234,7 @@ class LoadedModel:
 
     def _runner(self, options: EngineOptions, config: SchedulerConfig) -> ModelRunner:
         cache = DeviceCache(
-            self.layout,
+            self._layout(options, asdict(config)),
             num_blocks=config.num_blocks,
             num_slots=config.num_slots,
             device=options.device,
@@ -208,6 +242,10 @@ class LoadedModel:
         sampler = Sampler(
             self.config.vocab_size, eos_token_id=self.config.eos_token_id, device=options.device
         )
+        drafting = None
+        if config.num_draft_tokens:
+            assert self.head is not None, "a model with drafts has been loaded with its head"
+            drafting = Drafting(self.head, cache, sampler, config.num_draft_tokens)
         limits = (config.max_num_seqs, config.max_model_len)
         return ModelRunner(
             self.transformer,
@@ -217,6 +255,7 @@ class LoadedModel:
             graph_limits=limits if options.use_cuda_graphs else None,
             measures_experts=options.record is not None,
             group=self.group,
+            drafting=drafting,
         )
 
     def _agreed(self, options: EngineOptions, config: SchedulerConfig) -> SchedulerConfig:

@@ -29,7 +29,9 @@ from mdi_shared.errors import ConfigError
 
 ROUTED_EXPERT = re.compile(r"\.ffn\.experts\.(\d+)\.")
 ENGRAM_TABLE = ".engram.embed."
-NOT_BACKBONE = ("mtp.", "vision.", "aligner.", "image_")  # in the checkpoint, but never loaded
+DRAFT_HEAD = "mtp."  # loaded where there are drafts
+DRAFT_KEYS = re.compile(r"mtp\.\d+\.attn\.wkv\.")
+NEVER_LOADED = ("vision.", "aligner.", "image_")  # but in the checkpoint
 MARGIN = 1.1  # allocator rounding and small tensors
 SAMPLER_ARRAYS = 8  # of float64 and int64, of as many rows as the sampler takes at once
 
@@ -75,7 +77,7 @@ def estimate_memory(
     another device. In a group every rank may have the largest step, all for one rank's experts.
     """
     config = layout.config
-    specs = backbone_tensors(config, shard)
+    specs = loaded_tensors(config, shard, with_draft=layout.with_draft)
     tables = sum(spec.nbytes for name, spec in specs.items() if ENGRAM_TABLE in name)
     weights = sum(spec.nbytes for spec in specs.values()) - tables * engram_elsewhere
     copies = min(int(copies_limit), _copied_bytes(specs, for_kernels=for_kernels))
@@ -84,24 +86,31 @@ def estimate_memory(
     return MemoryEstimate(
         weights, copies, cache_bytes(layout, num_blocks, num_slots),
         workspace_bytes(config, layout.numerics, limits, for_kernels=for_kernels,
-                        num_ranks=shard.size),
+                        num_ranks=shard.size, ring=layout.window_rows),
     )  # fmt: skip
 
 
-def backbone_tensors(config: ModelConfig, shard: ExpertShard = WHOLE) -> dict[str, TensorSpec]:
+def loaded_tensors(
+    config: ModelConfig, shard: ExpertShard = WHOLE, *, with_draft: bool = False
+) -> dict[str, TensorSpec]:
     """Return the tensors that the text model loads: of a shard, its experts and table rows.
 
     Raises `ConfigError` when the group's size does not divide the routed experts.
     """
-    own = shard.experts(config.n_routed_experts)
+    own = [shard.experts(config.n_routed_experts)]
+    if with_draft:
+        own.append(shard.experts(config.dspark_n_routed_experts))
+    left_out = NEVER_LOADED if with_draft else (DRAFT_HEAD, *NEVER_LOADED)
     found: dict[str, TensorSpec] = {}
     for name, spec in expected_tensors(config).items():
-        expert = ROUTED_EXPERT.search(name)
-        if name.startswith(NOT_BACKBONE) or (expert and int(expert[1]) not in own):
+        expert, layers = ROUTED_EXPERT.search(name), name.startswith(DRAFT_HEAD)
+        if name.startswith(left_out) or (expert and int(expert[1]) not in own[layers]):
             continue
         if ENGRAM_TABLE in name:
             spec = TensorSpec(spec.dtype, (len(shard.rows(spec.shape[0])), *spec.shape[1:]))
         found[name] = spec
+        if DRAFT_KEYS.match(name):
+            found[f"main rows: {name}"] = spec  # kept twice: `DraftHead.main_wkv`
     return found
 
 
@@ -112,15 +121,15 @@ def memory_line(estimate: MemoryEstimate, config: ModelConfig, shard: ExpertShar
     if config.engram_layer_ids:
         rows = sum(len(shard.rows(count)) for count in config.engram_num_embeddings)
         parts += f", {rows:,} of {sum(config.engram_num_embeddings):,} Engram rows"
-    return (
-        f"rank {shard.rank} of {shard.size}: {estimate.total / GB:.2f} GB "
-        f"({_split(estimate)}); {parts}"
-    )
+    total = f"rank {shard.rank} of {shard.size}: {estimate.total / GB:.2f} GB"
+    return f"{total} ({_split(estimate)}); {parts}"
 
 
 def cache_bytes(layout: CacheLayout, num_blocks: int, num_slots: int) -> int:
-    """Return the bytes of a cache; block and slot 0 count."""
-    return num_blocks * layout.bytes_per_block + num_slots * layout.bytes_per_slot
+    """Return the bytes of a cache with its tails; block, slot and tail 0 count."""
+    per_pool = ((num_blocks, layout.bytes_per_block), (num_slots, layout.bytes_per_slot),
+                (layout.num_tails, layout.bytes_per_tail))  # fmt: skip
+    return sum(count * size for count, size in per_pool)
 
 
 def _copied_bytes(specs: dict[str, TensorSpec], *, for_kernels: bool) -> int:
@@ -143,21 +152,25 @@ def _projection_terms_bytes(c: ModelConfig) -> int:
 
 def workspace_bytes(
     config: ModelConfig, numerics: Numerics, limits: StepLimits, *, for_kernels: bool,
-    num_ranks: int = 1,
+    num_ranks: int = 1, ring: int | None = None,
 ) -> int:  # fmt: skip
-    """Return an upper bound of what a step holds beside weights and cache, on each of the ranks."""
+    """Return an upper bound of what a step holds beside weights and cache, on each of the ranks.
+
+    `ring` are positions of a window ring, left out: the window.
+    """
+    kept = config.sliding_window if ring is None else ring
     # A reference holds a float32 copy of its input and its output beside both.
     element = numerics.dtype.itemsize + (0 if for_kernels else 8)
     # Streams before and after a sublayer, and what attention read from them, twice.
     streams = 2 * limits.rows * (config.hc_mult + 1) * config.hidden_size * element
     phases = (
-        _attention(config, limits, element, for_kernels=for_kernels),
+        _attention(config, limits, element, kept, for_kernels=for_kernels),
         _selection(config, limits, element, for_kernels=for_kernels),
         _experts(config, limits, element, for_kernels=for_kernels, num_ranks=num_ranks),
         _engram(config, limits, element, for_kernels=for_kernels, num_ranks=num_ranks),
         _head(config, limits, for_kernels=for_kernels),
     )
-    staged = _staged(config, limits) if for_kernels else 0
+    staged = _staged(config, limits, kept) if for_kernels else 0
     return int(MARGIN * (streams + _row_numbers(config, limits) + staged + max(phases)))
 
 
@@ -168,19 +181,21 @@ def _row_numbers(c: ModelConfig, limits: StepLimits) -> int:
     return 8 * (limits.rows * each + kept)
 
 
-def _staged(c: ModelConfig, limits: StepLimits) -> int:
+def _staged(c: ModelConfig, limits: StepLimits, ring: int) -> int:
     """Decoded keys: the entries of a step's sequences, up to a limit, and one layer's window."""
     ratios = [r for r in c.compress_ratios[: c.num_hidden_layers] if r]
     blocks = limits.seqs * -(-limits.context // BLOCK_TOKENS)
     entries = blocks * (BLOCK_TOKENS // min(ratios)) if ratios else 0
-    window = limits.rows + limits.seqs * c.sliding_window
+    window = limits.rows + limits.seqs * ring
     return 2 * c.head_dim * (min(entries, MAX_ENTRIES) + window)
 
 
-def _attention(c: ModelConfig, limits: StepLimits, element: int, *, for_kernels: bool) -> int:
+def _attention(
+    c: ModelConfig, limits: StepLimits, element: int, ring: int, *, for_kernels: bool
+) -> int:
     rows, wide = limits.rows, c.num_attention_heads * c.head_dim
     narrow = 3 * c.hidden_size + 3 * c.q_lora_rank + c.o_groups * c.o_lora_rank
-    window = 2 * (rows + limits.seqs * c.sliding_window) * c.head_dim
+    window = 2 * (rows + limits.seqs * ring) * c.head_dim
     held = (rows * (3 * wide + narrow) + window) * element
     if for_kernels:
         return held

@@ -14,6 +14,7 @@ import torch
 
 from mdi_exec.model.batch import BLOCK_TOKENS
 from mdi_exec.model.cache import CacheLayout
+from mdi_exec.model.config import ModelConfig
 from mdi_exec.numerics import Numerics
 from mdi_exec.ranks.exchange import require_kind
 from mdi_shared.config import MOST_BLOCKS, SchedulerConfig
@@ -260,21 +261,40 @@ def split_options(options: Mapping[str, Any]) -> tuple[EngineOptions, dict[str, 
     return engine, {n: v for n, v in options.items() if n in scheduler_names}
 
 
+def cache_layout(
+    config: ModelConfig, options: EngineOptions, scheduler_options: Mapping[str, Any]
+) -> CacheLayout:
+    """Return the layout of an engine's cache: with tails for prefix reuse, with rings for drafts.
+
+    Raises `ConfigError` for both at once: a tail has no rings of the draft layers.
+    """
+    names = ("enable_prefix_cache", "prefix_tails", "max_num_seqs", "num_draft_tokens")
+    own = {name: scheduler_options[name] for name in names if name in scheduler_options}
+    wanted = SchedulerConfig.from_mapping(own)
+    if wanted.enable_prefix_cache and wanted.num_draft_tokens:
+        raise ConfigError("enable_prefix_cache", True, "the executor has it without drafts only "
+                          f"(num_draft_tokens = {wanted.num_draft_tokens})")  # fmt: skip
+    layout = CacheLayout(
+        config=config, numerics=Numerics(options.numerics), num_tails=wanted.num_tails,
+        has_consumer_tails=not options.replay_keep_tokens,
+    )  # fmt: skip
+    return layout.with_drafts(wanted.num_draft_tokens)
+
+
 def scheduler_config(
     options: Mapping[str, Any], layout: CacheLayout, kv_bytes: float, *, eos_token_id: int,
     max_positions: int,
 ) -> SchedulerConfig:  # fmt: skip
     """Size the block pool for `kv_bytes` of cache memory and return the scheduler's config.
 
-    State slots come out of the same memory. Raises `ConfigError` when it cannot hold one sequence
-    of `max_model_len`, when `max_model_len` exceeds the model's positions, or for what only the
-    simulator has: drafts, context parallelism, other block sizes.
+    State slots and tails come out of the same memory. Raises `ConfigError` when it cannot hold one
+    sequence of `max_model_len`, when `max_model_len` exceeds the model's positions, or for what
+    only the simulator has: context parallelism, other block sizes.
     """
     wanted = {"max_model_len": min(DEFAULT_MAX_MODEL_LEN, max_positions),
               "eos_token_id": eos_token_id, **options}  # fmt: skip
     probe = SchedulerConfig.from_mapping({"num_blocks": MOST_BLOCKS, **wanted})
-    for name, only in (("block_size", BLOCK_TOKENS), ("num_draft_tokens", 0),
-                       ("context_parallel_size", 1)):  # fmt: skip
+    for name, only in (("block_size", BLOCK_TOKENS), ("context_parallel_size", 1)):
         if getattr(probe, name) != only:
             raise ConfigError(name, getattr(probe, name), f"the executor has {only} only")
     if probe.max_model_len > max_positions:
@@ -282,6 +302,7 @@ def scheduler_config(
                           f"the model has {max_positions} positions")  # fmt: skip
     if "num_blocks" not in wanted:
         slots = layout.bytes_per_slot * probe.num_slots
+        slots += layout.bytes_per_tail * layout.num_tails
         blocks = int((kv_bytes - slots) // layout.bytes_per_block)
         least = slots + _fewest_blocks(probe) * layout.bytes_per_block
         most = slots + MOST_BLOCKS * layout.bytes_per_block

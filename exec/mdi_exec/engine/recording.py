@@ -15,14 +15,16 @@ import pyarrow as pa
 import torch
 
 from mdi_exec.engine.request_state import RequestState
-from mdi_exec.engine.runner import StepTokens
+from mdi_exec.engine.step_tokens import StepTokens
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.cost.shape import ModelShape
 from mdi_shared.cost.work import step_work
 from mdi_shared.loop import Report
 from mdi_shared.plan import StepPlan
+from mdi_shared.prefix.contents import TokenContents
 from mdi_shared.scheduler import Scheduler
 from mdi_traces.columns import numbers, texts
+from mdi_traces.prefixes import GRAIN
 from mdi_traces.recorder import REQUEST_FIELDS, Launches, RankRecorder, RequestLog
 from mdi_traces.requests import build_requests
 from mdi_traces.run import Run
@@ -52,17 +54,17 @@ class LaunchTimes(NamedTuple):
 
 
 class Recording:
-    """One rank's run. `hardware` and `options` are kept as provenance."""
+    """One rank's run. `hardware` and `options` are kept as provenance; `drafting` as recorders'."""
 
     def __init__(
         self, shape: ModelShape, *, hardware: str, options: dict[str, Any], seed: int | None = None,
-        rank: int = 0,
+        rank: int = 0, drafting: bool = False,
     ) -> None:  # fmt: skip
         self.shape = shape
         self.hardware = hardware
         self.options = options
         self.seed = seed
-        self._recorder = RankRecorder(rank)
+        self._recorder = RankRecorder(rank, drafting=drafting)
         self._launched: list[tuple[StepPlan, LaunchTimes]] = []  # not booked yet
         self._requests: list[RequestState] = []
 
@@ -108,7 +110,9 @@ class Recording:
         # Of requests that have ended, memory comes back a step later: until then this is no end.
         goes_on = scheduler.num_in_flight > 0 or scheduler.has_unfinished()
         self._recorder.closed(scheduler.unfinished(), None if goes_on else pool)
-        return RankPart(self._recorder, [_Row.of(state) for state in self._requests])
+        config = scheduler.config
+        shares = config.block_size if config.enable_prefix_cache else 0
+        return RankPart(self._recorder, [_Row.of(state, shares) for state in self._requests])
 
     def run(self, scheduler: Scheduler) -> Run:
         """Return the tables of this rank's run so far; who still runs is marked unfinished."""
@@ -116,6 +120,7 @@ class Recording:
 
     def describe(self, scheduler: Scheduler, num_ranks: int = 1) -> "RunHeader":
         """Return what all ranks' parts have in common."""
+        shares = scheduler.config.enable_prefix_cache
         metadata = Metadata(
             table="requests",
             source="runtime",
@@ -127,8 +132,10 @@ class Recording:
                 "shape": asdict(self.shape),
                 "ranks": num_ranks,
                 **self.options,
+                **({GRAIN: scheduler.config.block_size} if shares else {}),
             },
             seed=self.seed,
+            hash_block_size=scheduler.config.block_size if shares else None,
         )
         return RunHeader(metadata, scheduler.config, self.shape)
 
@@ -150,15 +157,19 @@ class _Row(NamedTuple):
     client: str | None
     deadline_ns: int | None
     predicted_len: int | None
+    hash_ids: list[int] | None
 
     @classmethod
-    def of(cls, state: RequestState) -> "_Row":
+    def of(cls, state: RequestState, shares: int) -> "_Row":
+        """Make the row; with prefix reuse it has the keys of its blocks of `shares` tokens."""
+        count = len(state.tokens) // shares if shares else 0
+        keys = list(TokenContents(state.tokens, shares).keys(count)) if shares else None
         params, hints = state.params, state.params.hints
         return cls(
             state.req_id, state.arrival_ns, state.prompt_len, params.max_tokens,
             len(state.tokens) - state.prompt_len, params.temperature, params.top_p, params.top_k,
             params.rng_seed, hints.program, hints.priority or None, hints.client,
-            hints.deadline_ns, hints.predicted_len,
+            hints.deadline_ns, hints.predicted_len, keys,
         )  # fmt: skip
 
 
@@ -211,7 +222,7 @@ class RunHeader:
 
     def build(self, parts: Sequence[RankPart]) -> Run:
         """Make one run of its ranks' parts, requests in order of arrival; renumbers the parts'."""
-        rows = _number_requests(parts)
+        rows = _number_blocks(_number_requests(parts))
         columns = {name: [getattr(row, name) for row in rows] for name in _Row._fields}
         trace = build_requests(
             {name: _COLUMNS[name](values) for name, values in columns.items()}, self.metadata
@@ -240,6 +251,16 @@ def _number_requests(parts: Sequence[RankPart]) -> list[_Row]:
     return [parts[part_index].requests[index] for _, part_index, index in order]
 
 
+def _number_blocks(rows: list[_Row]) -> list[_Row]:
+    """Replace keys, which are made of the tokens and too long for a table, by numbers."""
+    known: dict[int, int] = {}
+    return [
+        row if row.hash_ids is None else
+        row._replace(hash_ids=[known.setdefault(key, len(known)) for key in row.hash_ids])
+        for row in rows
+    ]  # fmt: skip
+
+
 def _ints(kind: pa.DataType) -> Callable[[list[int]], pa.Array]:
     return lambda values: numbers(np.array(values, dtype=np.int64), kind)
 
@@ -257,7 +278,7 @@ _COLUMNS: dict[str, Callable[[list[Any]], pa.Array]] = {
     "seed": lambda values: numbers(np.array(values, dtype=np.uint64), pa.uint64()),
     **{
         n: partial(pa.array, type=REQUEST_SCHEMA.field(n).type)
-        for n in ("session_id", "priority", "client", "deadline_ns", "predicted_len")
+        for n in ("session_id", "priority", "client", "deadline_ns", "predicted_len", "hash_ids")
     },
 }
 

@@ -14,7 +14,9 @@ from typing import Any, Protocol
 from mdi_exec.engine.sampling import SamplingParams
 from mdi_exec.engine.text import OutputText
 from mdi_exec.weights.tokenizer import Tokenizer
+from mdi_shared.config import SchedulerConfig
 from mdi_shared.errors import ConfigError, require_int
+from mdi_shared.prefix.contents import TokenContents
 from mdi_shared.request import Request
 
 Logprobs = dict[int, float]
@@ -42,21 +44,29 @@ class RequestState:
     block_table: "array[int]" = field(default_factory=lambda: ints32())
     finish_reason: str | None = None
 
-    def request(self) -> Request:
-        """Return what the scheduler needs to know."""
-        params = self.params
+    def request(self, config: SchedulerConfig) -> Request:
+        """Return what a scheduler of this config needs to know."""
+        params, shares = self.params, config.enable_prefix_cache
         return Request(
             req_id=self.req_id, prompt_len=self.prompt_len, max_tokens=params.max_tokens,
             ignore_eos=params.ignore_eos, stop_token_ids=params.stop_token_ids,
             arrived_ns=self.arrival_ns, hints=params.hints,
+            contents=TokenContents(self.tokens, config.block_size) if shares else None,
         )  # fmt: skip
 
-    def has_stop_string(self) -> bool:
-        """Say whether the text has run into one of `params.stop`; decodes what is new."""
-        if self.params.stop:
-            with _DECODING:
-                self._decode(len(self.tokens) - self.prompt_len)
-        return self.text.is_stopped
+    def stop_string_within(self, count: int) -> int | None:
+        """Say after how many of the `count` newest tokens the text runs into one of `params.stop`.
+
+        None if it does not, or has ended before.
+        """
+        old = len(self.tokens) - self.prompt_len - count
+        if self.finish_reason is None:
+            for shown in range(1, count + 1):
+                with _DECODING:
+                    self._decode(old + shown)
+                if self.text.is_stopped:
+                    return shown
+        return None
 
     def text_of(self, start: int, stop: int, *, is_final: bool) -> str:
         """Return the text of output tokens start .. stop-1, and with `is_final` of the end."""
@@ -146,11 +156,14 @@ class RequestBook:
                               "stop_token_ids")  # fmt: skip
         params.require_vocabulary(self.vocab_size)
 
-    def show(self, state: RequestState, new_token_ids: tuple[int, ...]) -> None:
-        """Give out what a step added to a request; the last time when it has a finish reason."""
+    def show(self, state: RequestState, new_token_ids: tuple[int, ...], *, hidden: int = 0) -> None:
+        """Give out what a step added to a request; the last time when it has a finish reason.
+
+        `hidden` tokens stand behind the new ones that nobody shall see.
+        """
         if state.finish_reason is not None:
             self.live.pop(state.req_id, None)
-        state.sink.append(RequestOutput(state, new_token_ids))
+        state.sink.append(RequestOutput(state, new_token_ids, hidden))
 
     def end_all(self) -> None:
         """Give everybody who still waits a last output: the engine has stopped."""
@@ -196,9 +209,11 @@ class RequestOutput:
 
     __slots__ = ("_end", "_state", "finish_reason", "new_token_ids", "prompt_index", "sample_index")
 
-    def __init__(self, state: RequestState, new_token_ids: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, state: RequestState, new_token_ids: tuple[int, ...] = (), hidden: int = 0
+    ) -> None:
         self._state = state
-        self._end = len(state.tokens) - state.prompt_len
+        self._end = len(state.tokens) - state.prompt_len - hidden
         self.new_token_ids = new_token_ids
         self.finish_reason = state.finish_reason
         self.prompt_index = self.sample_index = 0

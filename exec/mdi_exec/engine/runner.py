@@ -15,52 +15,33 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mdi_exec.engine.device_clock import DeviceClock, Mark, clock_of
+from mdi_exec.engine.draft_inputs import drafted_inputs, drafted_placeholder
+from mdi_exec.engine.drafting import Drafting
 from mdi_exec.engine.graphs import StepGraphs
-from mdi_exec.engine.request_state import Logprobs, RequestState
-from mdi_exec.engine.sampling import Draw
+from mdi_exec.engine.request_state import RequestState
 from mdi_exec.engine.step_inputs import StepInputs, gather_inputs, placeholder_prompt, sizes_up_to
 from mdi_exec.engine.step_program import RESULT_COLUMNS, Forwarded, Results, StepProgram
+from mdi_exec.engine.step_tokens import (
+    Pending,
+    StepTokens,
+    floats_of,
+    logprobs_of,
+    only_accepted,
+)
 from mdi_exec.errors import EngineStoppedError, NumericsError
 from mdi_exec.model.batch import Batch
 from mdi_exec.model.cache import DeviceCache
 from mdi_exec.model.staging import Staging
+from mdi_exec.model.tails import Tails
 from mdi_exec.model.transformer import Transformer
 from mdi_exec.ops.sampler import Sampler
 from mdi_exec.ranks.parallel import RankGroup
-from mdi_shared.plan import StepPlan
-
-NOT_MEASURED = float("nan")
-
-
-@dataclass(frozen=True, slots=True)
-class StepTokens:
-    """What a step sampled, on the host: a row per sequence that yields a token, in plan order.
-
-    `start_ns` and `end_ns` bound the device's work on the clock of `time.monotonic_ns`;
-    `sample_ns` of it went into sampling. `graph_size` is the size of the captured graph that ran,
-    0 = none. `moe_imbalance` is the busiest expert's rows over the mean, averaged over layers.
-    """
-
-    token_ids: list[int]
-    logprobs: list[Logprobs]
-    start_ns: int
-    end_ns: int
-    sample_ns: int = 0
-    graph_size: int = 0
-    moe_imbalance: float = NOT_MEASURED
-
-
-class Pending(Protocol):
-    """A launched step."""
-
-    def result(self) -> StepTokens:
-        """Wait for the step's tokens; raises `NumericsError` when logits are not finite."""
+from mdi_shared.plan import StepPlan, TailCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +79,8 @@ class ModelRunner:
     requests and their float32 logits [m, vocab_size], which the next step may overwrite: on a GPU
     when the step is launched, before the device has computed them.
 
+    `drafting` has decode steps verify drafts and make new ones.
+
     In a `group` of several ranks a step without requests runs a placeholder row, because the other
     ranks meet this one in every layer; the model's exchange is told each step's rows of all ranks.
     """
@@ -113,14 +96,17 @@ class ModelRunner:
         measures_experts: bool = False,
         on_logits: Callable[[Sequence[RequestState], Tensor], None] | None = None,
         group: RankGroup | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         self.model = model
         self.cache_layout = cache.layout
+        self._tails = Tails(cache)
         self.replay_keep_tokens = replay_keep_tokens
         self.on_logits = on_logits
         self._group = group if group is not None else RankGroup()
         self._program = StepProgram(model, cache, sampler, max_rows=cache.num_slots,
-                                    measures_experts=measures_experts)  # fmt: skip
+                                    measures_experts=measures_experts,
+                                    drafting=drafting)  # fmt: skip
         self.graphs: StepGraphs | None = None
         if graph_limits is not None and model.is_capturable:
             self.graphs = StepGraphs(self._program, max_num_seqs=graph_limits[0],
@@ -158,6 +144,7 @@ class ModelRunner:
         if self.graphs is not None:
             self.graphs.free()
         self._program.cache.free()
+        self._tails.free()
 
     def launch(self, plan: StepPlan, requests: Sequence[RequestState]) -> "tuple[Pending, int]":
         """Start a step and return at once; `requests` are its sequences, in plan order.
@@ -165,7 +152,7 @@ class ModelRunner:
         Returns what the step will have sampled, and the monotonic time it was handed over.
         """
         if not plan.seq_ids and self._group.size == 1:
-            return self._nothing()
+            return self._nothing(plan.copies)
         inputs = self._inputs(plan, requests)
         sampled = [s for i, s in enumerate(plan.seq_ids) if not (
             plan.is_partial and i == len(plan.seq_ids) - 1)]  # fmt: skip
@@ -173,41 +160,55 @@ class ModelRunner:
         self._announce(inputs)
         handed_ns = time.monotonic_ns()
         if self._worker is not None:
-            return self._worker.submit(self._run, inputs, handed_ns), handed_ns
+            return self._worker.submit(self._run, inputs, handed_ns, plan.copies), handed_ns
         with self._on_device():
-            flight = self._start(inputs, handed_ns)
+            flight = self._start(inputs, handed_ns, plan.copies)
         return _Waiting(lambda: self._collect(flight)), handed_ns
 
     def _announce(self, inputs: StepInputs) -> None:
         """Tell the exchange every rank's rows; on the host, so that no device is waited for."""
-        gathered = self._group.gather((inputs.num_rows, inputs.num_kept_rows))
-        if self._group.size > 1:
-            self.model.exchange.begin_step([(rows, kept) for rows, kept in gathered])
+        gathered = self._group.gather((inputs.num_rows, inputs.num_kept_rows, inputs.num_drafting))
+        if self._group.size == 1:
+            return
+        self.model.exchange.begin_step([(rows, kept) for rows, kept, _ in gathered])
+        if self._program.drafting is not None and inputs.num_drafting:
+            each = self._program.drafting.size
+            self.model.exchange.begin_step([(each * seqs, each * seqs) for *_, seqs in gathered])
 
     def _inputs(self, plan: StepPlan, requests: Sequence[RequestState]) -> StepInputs:
         # Behind bounded replay's cut a step has fewer rows, and how many hangs on its prompts.
         can_replay = self.graphs is not None and not (plan.is_prefill and self.replay_keep_tokens)
         shape = self.graphs.shape_of(plan) if self.graphs is not None and can_replay else None
+        if self._program.drafting is not None and not plan.is_prefill:
+            is_idle = not plan.seq_ids
+            return (
+                drafted_placeholder() if is_idle else drafted_inputs(plan, requests, self._row_of)
+            )
         if not plan.seq_ids:
             return placeholder_prompt(1) if shape is None else shape.placeholders()
         return gather_inputs(plan, requests, self._row_of, shape=shape,
                              replay_keep_tokens=self.replay_keep_tokens)  # fmt: skip
 
-    def _nothing(self) -> "tuple[Pending, int]":
+    def _nothing(self, copies: tuple[TailCopy, ...]) -> "tuple[Pending, int]":
         """A step without rows: it is over at once, but not before its predecessors."""
         self._row_of = {}
         now_ns = time.monotonic_ns()
 
         def collect() -> StepTokens:
+            if self._worker is not None:
+                self._tails.copy(copies)
             at_ns = max(now_ns, self._last_end_ns)
             return StepTokens([], [], at_ns, at_ns)
 
+        if self._worker is None:
+            with self._on_device():
+                self._tails.copy(copies)
         return (_Waiting(collect) if self._worker is None else self._worker.submit(collect)), now_ns
 
     def _on_device(self) -> AbstractContextManager[object]:
         return torch.cuda.device(self.model.device) if self._is_cuda else nullcontext()
 
-    def _run(self, inputs: StepInputs, handed_ns: int) -> StepTokens:
+    def _run(self, inputs: StepInputs, handed_ns: int, copies: tuple[TailCopy, ...]) -> StepTokens:
         """Run a step on the worker; behind one that failed none runs any more.
 
         In a group it would meet the other ranks in the middle of the failed step.
@@ -215,15 +216,16 @@ class ModelRunner:
         if self._has_failed:
             raise EngineStoppedError("a step before this one has failed")
         try:
-            return self._collect(self._start(inputs, handed_ns))
+            return self._collect(self._start(inputs, handed_ns, copies))
         except BaseException:
             self._has_failed = True
             raise
 
     @torch.inference_mode()
-    def _start(self, inputs: StepInputs, handed_ns: int) -> _Flight:
-        """Hand a step's work to the device."""
+    def _start(self, inputs: StepInputs, handed_ns: int, copies: tuple[TailCopy, ...]) -> _Flight:
+        """Hand a step's work to the device, behind what is to be copied before it."""
         begin = self._clock.mark()
+        self._tails.copy(copies)
         if inputs.graph_size:
             assert self.graphs is not None, "a padded step is for a graph"
             forwarded = self.graphs.forward(inputs, self._staging)
@@ -243,7 +245,8 @@ class ModelRunner:
 
     def _show_logits(self, inputs: StepInputs, forwarded: Forwarded) -> None:
         if self.on_logits is not None and inputs.requests:
-            self.on_logits(inputs.requests, forwarded.logits[: len(inputs.requests)])
+            asked = inputs.requests_of_rows
+            self.on_logits(asked, forwarded.logits[: len(asked)])
 
     def _to_host(self, results: Results) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Start copies of the results into pinned memory of their own."""
@@ -263,7 +266,8 @@ class ModelRunner:
     @torch.inference_mode()
     def _collect(self, flight: _Flight) -> StepTokens:
         """Wait for a step and read its results."""
-        clock, inputs, count = self._clock, flight.inputs, len(flight.inputs.requests)
+        clock, inputs = self._clock, flight.inputs
+        count = len(inputs.requests_of_rows)
         clock.wait(flight.marks[-1])
         now_ns = time.monotonic_ns()
         begin_ns, middle_ns, end_ns = (clock.nanoseconds(mark) for mark in flight.marks)
@@ -276,20 +280,21 @@ class ModelRunner:
         finite = values[2].tolist()
         if not all(finite):
             self._fail(flight, finite.index(0))
-        floats = torch.cat((values[1], flight.packed[-1:])).to(torch.int32).view(torch.float32)
-        *logprobs, imbalance = floats.tolist()
+        rest = flight.packed[RESULT_COLUMNS * rows :]
+        *logprobs, imbalance = floats_of(torch.cat((values[1], rest[:1]))).tolist()
         tokens = values[0].tolist()
-        return StepTokens(
-            tokens, _logprobs(tokens, logprobs, flight.tops, inputs.draws), start_ns, end_ns,
+        found = StepTokens(
+            tokens, logprobs_of(tokens, logprobs, flight.tops, inputs.draws), start_ns, end_ns,
             min(max(end_ns - middle_ns, 0), end_ns - start_ns), inputs.graph_size, imbalance,
         )  # fmt: skip
+        return found if len(rest) == 1 else only_accepted(found, inputs, rest[1:])
 
     def _fail(self, flight: _Flight, row: int) -> None:
         """Raise for a request whose logits hold NaN or infinity, with the part at fault."""
         with self._on_device():
             batch = flight.batch or self._batch_again(flight.inputs)
             part = self.model.first_broken_part(batch, self._program.cache)
-        raise NumericsError(flight.inputs.requests[row].req_id, part)
+        raise NumericsError(flight.inputs.requests_of_rows[row].req_id, part)
 
     def _batch_again(self, inputs: StepInputs) -> Batch:
         """Lay a graph's decode step out anew, with the tokens that have arrived since."""
@@ -299,18 +304,3 @@ class ModelRunner:
                 ids[row] = request.tokens[draw.position - 1]
         arrays = {**inputs.host.arrays, "token_ids": ids}
         return Batch.place(inputs.host, self._staging.upload(arrays))
-
-
-def _logprobs(
-    tokens: list[int], logprobs: list[float], tops: tuple[Tensor, Tensor], draws: Sequence[Draw]
-) -> list[Logprobs]:
-    """Per row: the drawn token's log-probability and those of as many alternatives as it wants."""
-    chosen = zip(tokens, logprobs, strict=True)
-    if not len(tops[0]):
-        return [{token: logprob} for token, logprob in chosen]
-    out: list[Logprobs] = []
-    top_rows = zip(tops[0].tolist(), tops[1].tolist(), strict=True)
-    for draw, (token, logprob), (ids, values) in zip(draws, chosen, top_rows, strict=False):
-        wanted = draw.params.top_logprobs
-        out.append({**dict(zip(ids[:wanted], values[:wanted], strict=True)), token: logprob})
-    return out

@@ -20,7 +20,7 @@ from mdi_shared.plan import StepPlan
 GIVEN = -1  # source of a row whose token the host knows
 _ALL_GIVEN = array("q", [GIVEN])
 _TO_COME = ints32([0])
-_NOTHING_ASKED = SamplingParams(temperature=0.0, seq_seed=0)
+NOTHING_ASKED = SamplingParams(temperature=0.0, seq_seed=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,15 @@ class GraphShape:
         if not missing:
             assert rows == self.rows, f"{self.rows - rows} rows are left to no sequence"
             return []
-        return [_placeholder(self.rows - rows - missing + 1), *[_placeholder(1)] * (missing - 1)]
+        return [placeholder(self.rows - rows - missing + 1), *[placeholder(1)] * (missing - 1)]
 
     def placeholders(self) -> "StepInputs":
         """Return a step of placeholders alone."""
         host = HostBatch.lay_out(
             BatchColumns.of(self.padding(0, 0)), [0] * self.rows, table_width=self.table_width
         )
-        draws = [Draw(_NOTHING_ASKED, 0, 0)] * self.seqs
-        return _inputs(host, _ALL_GIVEN * self.rows, [], draws, self)
+        draws = [Draw(NOTHING_ASKED, 0, 0)] * self.seqs
+        return step_inputs(host, _ALL_GIVEN * self.rows, [], draws, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,19 @@ class StepInputs:
         return len(self.host.arrays["cut.rows"]) if self.host.is_cut else self.num_rows
 
     @property
+    def requests_of_rows(self) -> list[RequestState]:
+        """The request of each draw that belongs to one: several in a row where it has drafts."""
+        if not self.num_drafting or not self.requests:
+            return self.requests
+        lengths = np.diff(self.host.arrays["cu_q"]).tolist()
+        return [r for r, length in zip(self.requests, lengths, strict=True) for _ in range(length)]
+
+    @property
+    def num_drafting(self) -> int:
+        """Sequences that drafts are made for, placeholders included; 0 in a step without."""
+        return len(self.arrays.get("previous", ()))
+
+    @property
     def graph_size(self) -> int:
         """Rows of the captured graph that runs the step; 0 = none does."""
         return 0 if self.shape is None else self.shape.rows
@@ -94,8 +107,8 @@ def placeholder_prompt(rows: int) -> StepInputs:
     With one row it is also what an idle rank runs in either kind of step: q = k = 1
     (docs/rules.md, R27).
     """
-    host = HostBatch.lay_out(BatchColumns.of([_placeholder(rows)]), [0] * rows)
-    return _inputs(host, _ALL_GIVEN * rows, [], [Draw(_NOTHING_ASKED, 0, 0)], None)
+    host = HostBatch.lay_out(BatchColumns.of([placeholder(rows)]), [0] * rows)
+    return step_inputs(host, _ALL_GIVEN * rows, [], [Draw(NOTHING_ASKED, 0, 0)], None)
 
 
 def sizes_up_to(max_rows: int) -> list[int]:
@@ -105,7 +118,8 @@ def sizes_up_to(max_rows: int) -> list[int]:
     return sorted(rows for rows in sizes if rows <= max_rows)
 
 
-def _placeholder(rows: int) -> BatchItem:
+def placeholder(rows: int) -> BatchItem:
+    """Return rows of nobody, in the reserved slot and block."""
     return BatchItem(rows, rows, 0, (0,) * -(-rows // BLOCK_TOKENS), 1)
 
 
@@ -131,7 +145,7 @@ def gather_inputs(
              for request, k in zip(sampled, ks, strict=False)]  # fmt: skip
     token_ids, sources = _tokens(plan, requests, (qs, ks), sample_of)
     seqs = BatchColumns(
-        qs, ks, plan.slots, _updated_tables(plan, requests),
+        qs, ks, plan.slots, updated_tables(plan, requests),
         [1] * num_sampled + [0 if shape is None else 1] * plan.is_partial,
         plan.full_lens,
         [request.prompt_len for request in requests],
@@ -142,7 +156,7 @@ def gather_inputs(
         seqs = seqs.padded(padding)
         token_ids += _TO_COME * added
         sources += _ALL_GIVEN * added
-        draws += [Draw(_NOTHING_ASKED, 0, 0)] * (shape.seqs - len(draws))
+        draws += [Draw(NOTHING_ASKED, 0, 0)] * (shape.seqs - len(draws))
     host = HostBatch.lay_out(
         seqs,
         token_ids,
@@ -151,7 +165,7 @@ def gather_inputs(
         replay_keep_tokens=replay_keep_tokens if plan.is_prefill else 0,
         table_width=shape.table_width if shape is not None else 0,
     )
-    return _inputs(host, sources, sampled, draws, shape)
+    return step_inputs(host, sources, sampled, draws, shape)
 
 
 def _tokens(
@@ -171,7 +185,7 @@ def _tokens(
     return token_ids, sources
 
 
-def _updated_tables(plan: StepPlan, requests: Sequence[RequestState]) -> "list[array[int]]":
+def updated_tables(plan: StepPlan, requests: Sequence[RequestState]) -> "list[array[int]]":
     """Bring the requests' block tables up to a plan and return them (see `StepPlan`)."""
     if plan.taken or plan.rows_each > 1:  # without drafts nobody gives a block back
         columns = zip(requests, plan.num_blocks, plan.new_blocks, strict=True)
@@ -182,10 +196,11 @@ def _updated_tables(plan: StepPlan, requests: Sequence[RequestState]) -> "list[a
     return [request.block_table for request in requests]
 
 
-def _inputs(
+def step_inputs(
     host: HostBatch, sources: "array[int]", requests: list[RequestState], draws: list[Draw],
     shape: GraphShape | None,
 ) -> StepInputs:  # fmt: skip
+    """Put a step together; parameters as the fields of `StepInputs`."""
     arrays = {
         **host.arrays,
         "sources": np.array(sources, dtype=np.int64),

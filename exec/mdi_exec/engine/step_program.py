@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mdi_exec.engine.drafting import Drafting
 from mdi_exec.engine.step_inputs import GIVEN
 from mdi_exec.model.batch import Batch, HostBatch
 from mdi_exec.model.cache import DeviceCache
@@ -35,7 +36,8 @@ class Forwarded(NamedTuple):
 class Results(NamedTuple):
     """What goes to the host. packed int64 [3 m + 1]: token ids, logprobs, flags, imbalance.
 
-    Floats are packed as the bits of a float32. `sampled` holds the alternatives, if wanted.
+    Floats are packed as the bits of a float32. `sampled` holds the alternatives, if wanted. Where
+    drafts were verified there follows how many of each of n sequences were accepted.
     """
 
     packed: Tensor
@@ -47,12 +49,14 @@ class StepProgram:
 
     `last_tokens` int64 holds the newest step's samples, at most `max_rows`; the next step's rows
     may take their tokens from there. With `measures_experts` steps also report expert imbalance.
+    `drafting` guesses tokens and has the next step verify them; without it there are no drafts.
     """
 
     def __init__(
         self, model: Transformer, cache: DeviceCache, sampler: Sampler, *, max_rows: int,
-        measures_experts: bool = False,
+        measures_experts: bool = False, drafting: Drafting | None = None,
     ) -> None:  # fmt: skip
+        self.drafting = drafting
         self.model = model
         self.cache = cache
         self.sampler = sampler
@@ -64,13 +68,17 @@ class StepProgram:
         self, host: HostBatch, tensors: Mapping[str, Tensor], *, max_k: int | None = None
     ) -> Forwarded:
         """Run the model on a step whose arrays (`StepInputs.arrays`) stand on the device."""
-        batch = Batch.place(host, tensors, max_k=max_k)
-        sources = tensors["sources"]
-        in_flight = self.last_tokens[sources.clamp(min=0)].to(torch.int32)
-        ids = torch.where(sources == GIVEN, batch.token_ids, in_flight)
-        batch = replace(batch, token_ids=ids)
+        batch, drafting = Batch.place(host, tensors, max_k=max_k), self.drafting
+        if drafting is not None and "previous" in tensors:
+            batch = drafting.moved(batch, tensors, self.last_tokens)
+        else:
+            sources = tensors["sources"]
+            in_flight = self.last_tokens[sources.clamp(min=0)].to(torch.int32)
+            ids = torch.where(sources == GIVEN, batch.token_ids, in_flight)
+            batch = replace(batch, token_ids=ids)
         counts: list[Tensor] | None = [] if self.measures_experts else None
-        logits = self.model.forward(batch, self.cache, expert_counts=counts)
+        head = None if drafting is None else drafting.head
+        logits = self.model.forward(batch, self.cache, expert_counts=counts, draft=head)
         return Forwarded(batch, logits, self._imbalance(counts))
 
     @torch.inference_mode()
@@ -79,15 +87,24 @@ class StepProgram:
     ) -> Results:
         """Draw a token per row of logits and keep the tokens for the next step."""
         columns = {n[5:]: column for n, column in tensors.items() if n.startswith("draw.")}
-        logits = forwarded.logits
-        drawn = self.sampler(logits, SamplingRows.place(columns, needs))
-        self.last_tokens[: len(drawn.token_ids)] = drawn.token_ids
+        logits, rows, drafting = forwarded.logits, SamplingRows.place(columns, needs), self.drafting
+        verifies = drafting is not None and "previous" in tensors
+        if drafting is not None and verifies:
+            rows = drafting.draws(forwarded.batch, tensors, rows)
+        drawn = self.sampler(logits, rows)
         is_finite = torch.isfinite(logits).all(dim=1)
-        packed = torch.cat(
-            (drawn.token_ids, _bits(drawn.logprobs), is_finite.to(torch.int64),
-             _bits(forwarded.imbalance))
-        )  # fmt: skip
-        return Results(packed, drawn)
+        packed = [drawn.token_ids, _bits(drawn.logprobs), is_finite.to(torch.int64),
+                  _bits(forwarded.imbalance)]  # fmt: skip
+        newest = drawn.token_ids
+        if drafting is not None and verifies:
+            verified = drafting.verify(forwarded.batch, drawn.token_ids)
+            drafting.propose(forwarded.batch, verified, rows)
+            packed.append(verified.accepted)
+            newest = verified.last
+        elif drafting is not None:
+            drafting.forget(forwarded.batch.slots)
+        self.last_tokens[: len(newest)] = newest
+        return Results(torch.cat(packed), drawn)
 
     def _imbalance(self, counts: list[Tensor] | None) -> Tensor:
         if not counts:

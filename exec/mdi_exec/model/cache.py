@@ -6,10 +6,11 @@ compressors' unfinished group, and Engram's last ids. Block 0 and slot 0 are nev
 padding and placeholder rows point there. Which sequence owns what is the scheduler's business.
 
 A ring keeps position x at row x mod its length. Stale rows need no clearing: readers mask by
-position. Read next: `model/step_context.py` (row numbers), `ops/row_pool.py` (storage).
+position. Read next: `model/step_context.py` (row numbers), `ops/row_pool.py` (storage),
+`model/tails.py` (copies of slots).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,15 +29,32 @@ class CacheLayout:
 
     `max_backtrack` rows are kept beyond the strict need, so that rejected drafts can be written
     over. `with_draft` adds the draft layers' window rings.
+
+    With `num_tails` copies of slots, number 0 included, rings are two blocks long: then a slot
+    still has all of its state at its last multiple of a block, wherever it is.
+    `has_consumer_tails` is False under bounded replay, whose hits end before the consumer layers'
+    first row.
     """
 
     config: ModelConfig
     numerics: Numerics = Numerics.QUANTISED
     max_backtrack: int = 0
     with_draft: bool = False
+    num_tails: int = 0
+    has_consumer_tails: bool = True
 
     def __post_init__(self) -> None:
         require(self.max_backtrack >= 0, "max_backtrack", self.max_backtrack, "must be at least 0")
+        if self.num_tails:
+            require(self.max_backtrack == 0, "max_backtrack", self.max_backtrack,
+                    "must be 0 with prefix reuse")  # fmt: skip
+            require(self.config.sliding_window <= BLOCK_TOKENS, "sliding_window",
+                    self.config.sliding_window, f"must be at most {BLOCK_TOKENS} with prefix "
+                    "reuse: a tail holds a block of positions")  # fmt: skip
+
+    def with_drafts(self, count: int) -> "CacheLayout":
+        """Return the layout for so many drafts a sequence: they and what is behind may go back."""
+        return replace(self, max_backtrack=count + 1, with_draft=True) if count else self
 
     @property
     def num_window_layers(self) -> int:
@@ -46,6 +64,8 @@ class CacheLayout:
     @property
     def window_rows(self) -> int:
         """Positions a window ring keeps."""
+        if self.num_tails:
+            return 2 * BLOCK_TOKENS
         return self.config.sliding_window + self.max_backtrack
 
     @property
@@ -53,6 +73,8 @@ class CacheLayout:
         """Compressed token ids Engram keeps; 0 without Engram layers."""
         if not self.config.engram_layer_ids:
             return 0
+        if self.num_tails:
+            return 2 * BLOCK_TOKENS
         return self.config.engram_max_ngram_size - 1 + self.max_backtrack
 
     @property
@@ -88,11 +110,24 @@ class CacheLayout:
         tails = sum(self.tail_rows(s) for s in config.kv_source_layer_ids) * 2 * config.head_dim * 4
         return rings + tails + self.history_rows * 4
 
+    @property
+    def num_tail_layers(self) -> int:
+        """Layers whose windows a tail holds."""
+        config = self.config
+        return self.num_window_layers if self.has_consumer_tails else config.n_prefill_layer
+
+    @property
+    def bytes_per_tail(self) -> int:
+        """Half of the rings that a tail holds."""
+        row = window_format(self.config.head_dim, self.numerics).bytes_per_row
+        return (self.num_tail_layers * row + 4 * bool(self.history_rows)) * BLOCK_TOKENS
+
 
 class DeviceCache:
     """The memory itself: `num_blocks` blocks and `num_slots` slots, both counting number 0.
 
-    windows: one pool per layer, rows slot * window_rows + position mod window_rows. entries, keys:
+    windows: one pool per layer, rows slot * window_rows + position mod window_rows, and `rings` the
+    pool that has them all, one layer after another. entries, keys:
     one pool per KV source, rows block * entries per block + offset. tails: float32
     [num_slots * tail_rows, 2, head_dim], values and gates. engram_ids: int32
     [num_slots * history_rows].
@@ -108,9 +143,11 @@ class DeviceCache:
         self.num_blocks = num_blocks
         self.num_slots = num_slots
         window = window_format(config.head_dim, numerics)
+        rows = num_slots * layout.window_rows
+        self.rings = RowPool(window, layout.num_window_layers * rows, on)
         self.windows = [
-            RowPool(window, num_slots * layout.window_rows, on)
-            for _ in range(layout.num_window_layers)
+            self.rings.part(slice(layer * rows, (layer + 1) * rows))
+            for layer in range(layout.num_window_layers)
         ]
         entry = entry_format(config.head_dim, numerics)
         key = key_format(config.index_head_dim, numerics)
@@ -132,6 +169,7 @@ class DeviceCache:
     def free(self) -> None:
         """Give up the memory; no step may use the cache any more."""
         self.windows.clear()
+        self.rings = RowPool(self.rings.format, 0, self.rings.codes.device)
         for pools in (self.entries, self.keys, self.tails):
             pools.clear()
         self.engram_ids = self.engram_ids[:0].clone()

@@ -1,12 +1,12 @@
 """The complete text model: embedding, layers, head. One call runs one step's ragged batch.
 
 Reading order: `Layer.__call__` (one layer in a dozen lines), `Transformer.forward`, then a part's
-own file. The draft head and the image tower are not here; what ranks of a group do together is in
-`exchange.py`.
+own file. The draft head is in `dspark.py`, the image tower is not here; what ranks of a group do
+together is in `exchange.py`.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from mdi_exec.ops.hyper_connections import (
 )
 from mdi_exec.ops.quantise import Quantised
 from mdi_exec.ranks.exchange import NO_EXCHANGE, ExpertExchange, StepRows
+
+if TYPE_CHECKING:
+    from mdi_exec.model.dspark import DraftHead
 
 
 class SublayerInputs(NamedTuple):
@@ -192,14 +195,16 @@ class Transformer:
         watch: Callable[[str, Tensor], None] | None = None,
         *,
         expert_counts: list[Tensor] | None = None,
+        draft: "DraftHead | None" = None,
     ) -> Tensor:
         """Run one step; returns float32 logits [m, vocab_size] of `batch.logit_rows`, in order.
 
         Writes the new tokens' state to `cache`. Consumer layers run on the rows that bounded
         replay keeps (all of them unless the batch says otherwise). `watch` sees the streams
         [T, n, D] behind each part, by name; it is for finding faults. `expert_counts` collects
-        each layer's rows per expert. The host never waits for the device, but in a group whose
-        `exchange` does. All ranks of a group call this together, in the same order.
+        each layer's rows per expert. `draft` stores its keys of the same rows. The host never
+        waits for the device, but in a group whose `exchange` does. All ranks of a group call this
+        together, in the same order.
         """
         assert cache.layout.numerics is self.numerics, "model and cache must round alike"
         self.exchange.start(StepRows(batch.num_rows, batch.num_kept))
@@ -208,6 +213,7 @@ class Transformer:
         if watch is not None:
             watch("the embedding", streams.x)
         ids = self.engram_ids(ctx) if self.engram_ids is not None and self.engrams else None
+        features: list[Tensor] = []
         for layer, then in zip(self.layers, self._next_norms(), strict=True):
             if ids is not None and layer.plan.engram_index is not None:
                 streams = self.add_engram(layer.plan.index, streams, ids)
@@ -219,10 +225,14 @@ class Transformer:
                     if batch.num_rows == 0:
                         return self._serve(ctx, streams.x)
                     ctx = StepContext(batch, cache, self.ropes, expert_counts, self.exchange)
-                    streams = streams.rows(kept)
+                    streams, features = streams.rows(kept), [f[kept] for f in features]
+            if draft is not None and layer.plan.index in draft.targets:
+                features.append(draft.feature(streams.x))
             streams = layer(streams, ctx, then)
             if watch is not None:
                 watch(f"layer {layer.plan.index}", streams.x)
+        if draft is not None:
+            draft.store(features, ctx)
         return self.logits(streams.rows(batch.logit_rows))
 
     def _next_norms(self) -> list[RmsNorm | None]:

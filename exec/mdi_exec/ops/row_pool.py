@@ -89,6 +89,10 @@ class RowPool:
         pool.scales = rows.scales.view(torch.uint8)
         return pool
 
+    def part(self, rows: slice) -> "RowPool":
+        """Return the pool that *is* some of the rows, on end."""
+        return RowPool.of(Quantised(self.codes[rows], self.scales[rows]), self.format)
+
     def encode(self, values: Tensor) -> Quantised:
         """Round values [N, width] to storage: byte tensors [N, code bytes] and [N, scale bytes]."""
         if self.format.quantise is None:

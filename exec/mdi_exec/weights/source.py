@@ -1,8 +1,9 @@
 """What `model` names: a checkpoint directory, a hub id, or random weights that need no files.
 
 "random:flash-slice,layers=8" is the preset "flash-slice" of `presets.py` with weights drawn on the
-device; `layers`, `experts` and `seed` may follow, and draft head and image tower are left out. It
-has no tokenizer: prompts are token ids. Read next: `checkpoint.py`, `random.py`.
+device; `layers`, `experts` and `seed` may follow. The image tower is left out, and so is the draft
+head unless it is asked for. It has no tokenizer: prompts are token ids. Read next: `checkpoint.py`,
+`random.py`.
 """
 
 from dataclasses import dataclass
@@ -52,9 +53,12 @@ class ModelSource:
 
 
 def open_model(
-    model: str | Path, device: torch.device | str = "cpu", revision: str | None = None
-) -> ModelSource:
+    model: str | Path, device: torch.device | str = "cpu", revision: str | None = None, *,
+    with_draft: bool = False,
+) -> ModelSource:  # fmt: skip
     """Open what `model` names; random weights will be drawn on `device`.
+
+    They have a draft head `with_draft`; a checkpoint has what it has.
 
     Raises `ConfigError` for a model, preset or size that does not exist, `CheckpointError` for a
     checkpoint that is not what its config says.
@@ -62,7 +66,7 @@ def open_model(
     if isinstance(model, str) and model.startswith(RANDOM):
         if revision is not None:
             raise ConfigError("revision", revision, f"{model} has no revisions")
-        return _open_random(model, device)
+        return _open_random(model, device, with_draft)
     checkpoint = open_checkpoint(model, revision)
     checkpoint.verify()
     file = checkpoint.tokenizer_file
@@ -82,7 +86,7 @@ def _token_map(config: ModelConfig, tokenizer: Tokenizer | None) -> Tensor | Non
     return token_map
 
 
-def _open_random(model: str, device: torch.device | str) -> ModelSource:
+def _open_random(model: str, device: torch.device | str, with_draft: bool) -> ModelSource:
     preset, *pairs = model.removeprefix(RANDOM).split(",")
     numbers: dict[str, int] = {}
     for pair in pairs:
@@ -91,7 +95,8 @@ def _open_random(model: str, device: torch.device | str) -> ModelSource:
             raise ConfigError("model", model, f"after the preset come {', '.join(_NUMBERS)}, each "
                               "as name=number, parted by commas")  # fmt: skip
         numbers[name] = int(value)
-    config = random_config(preset, layers=numbers.get("layers"), experts=numbers.get("experts"))
+    config = random_config(preset, layers=numbers.get("layers"), experts=numbers.get("experts"),
+                           with_draft=with_draft)  # fmt: skip
     seed = numbers.get("seed", 0)
     source = RandomSource(config, seed, device)
     return ModelSource(model.removeprefix(RANDOM), config, source, None,
@@ -99,14 +104,15 @@ def _open_random(model: str, device: torch.device | str) -> ModelSource:
 
 
 def random_config(
-    preset: str, *, layers: int | None = None, experts: int | None = None
-) -> ModelConfig:
+    preset: str, *, layers: int | None = None, experts: int | None = None,
+    with_draft: bool = False,
+) -> ModelConfig:  # fmt: skip
     """Return a preset's text model, complete without a tokenizer.
 
     Engram's compressed vocabulary is the share of the vocabulary that it is in the release. Raises
     `ConfigError` for an unknown preset or a wrong size.
     """
-    config = preset_config(preset, layers=layers, num_experts=experts, with_draft=False,
+    config = preset_config(preset, layers=layers, num_experts=experts, with_draft=with_draft,
                            with_vision=False)  # fmt: skip
     text, released = config["text_config"], released_config()["text_config"]
     text["engram_compressed_vocab_size"] = (

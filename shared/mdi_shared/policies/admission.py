@@ -6,6 +6,8 @@ Only `admit` (and for MC-SF the order); they combine with any order and victim.
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
+from operator import itemgetter
 
 from mdi_shared.policies.base import Key, Policy, View, number
 from mdi_shared.policies.prediction import Predicting
@@ -20,7 +22,7 @@ def peak_tokens(rows: Iterable[tuple[int, int]]) -> int:
     LightLLM (ASPLOS 25); the condition of MC-SF (arXiv 2502.07115) at each completion is the same.
     """
     peak = held_so_far = 0
-    for count, (held, left) in enumerate(sorted(rows, key=lambda row: -row[1]), start=1):
+    for count, (held, left) in enumerate(sorted(rows, key=itemgetter(1), reverse=True), start=1):
         held_so_far += held
         peak = max(peak, held_so_far + count * left)
     return peak
@@ -125,6 +127,8 @@ class MCSF(Future):
     Source: arXiv 2502.07115. There time goes by in decode steps and a prompt takes one.
     """
 
+    keeps_keys = True
+
     def order(self, seq: Sequence, view: View) -> Key:
         return self.predicted(seq)
 
@@ -146,18 +150,18 @@ class Wait(Policy):
     def kind(self, seq: Sequence) -> int:
         return (seq.request.prompt_len - 1) // self.width
 
-    def look(self, view: View) -> None:
-        queued = Counter(self.kind(seq) for seq in view.waiting if seq.seq_id not in self._seen)
-        for kind, count in queued.items():
-            if count >= self.threshold and self._open[kind] <= 0:
-                self._open[kind] = self.threshold
-
     def admit(self, seq: Sequence, view: View) -> bool:
-        return self._open[self.kind(seq)] > 0 or seq.seq_id in self._seen
+        kind = self.kind(seq)
+        if self._open[kind] > 0 or seq.seq_id in self._seen:
+            return True
+        alike = (None for other in view.waiting
+                 if self.kind(other) == kind and other.seq_id not in self._seen)  # fmt: skip
+        return sum(1 for _ in islice(alike, self.threshold)) == self.threshold
 
     def served(self, seq: Sequence, prompt_tokens: int, output_tokens: int) -> None:
         if prompt_tokens and seq.seq_id not in self._seen:
             self._seen.add(seq.seq_id)
-            self._open[self.kind(seq)] -= 1
+            kind = self.kind(seq)
+            self._open[kind] = (self._open[kind] if self._open[kind] > 0 else self.threshold) - 1
         if seq.is_finished:
             self._seen.discard(seq.seq_id)

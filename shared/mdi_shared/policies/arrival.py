@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import inf
 
-from mdi_shared.policies.base import Key, Policy, View, number, waited_s
+from mdi_shared.policies.base import SECOND, Key, Policy, View, number
 from mdi_shared.policies.prediction import hashed
 from mdi_shared.request import Sequence
 
@@ -17,6 +17,8 @@ class FCFS(Policy):
 class LCFS(Policy):
     """Last come, first served; to see how much the order matters at all."""
 
+    keeps_keys = True
+
     def order(self, seq: Sequence, view: View) -> Key:
         return -seq.request.arrived_ns
 
@@ -26,6 +28,7 @@ class Random(Policy):
     """By a hash of the request's id and `seed`: an order that knows nothing, as a baseline."""
 
     seed: int = number(0)
+    keeps_keys = True
 
     def order(self, seq: Sequence, view: View) -> Key:
         return hashed(f"{self.seed} {seq.request.req_id}")
@@ -40,9 +43,12 @@ class Priority(Policy):
     """
 
     aging_s: float = number(inf, above=0)
+    evict: int = number(0)
+    keeps_keys = True
 
     def order(self, seq: Sequence, view: View) -> Key:
-        return -(seq.request.hints.priority + waited_s(seq, view) / self.aging_s)
+        # All wait alike from now on: what counts is who came first.
+        return seq.request.arrived_ns / SECOND / self.aging_s - seq.request.hints.priority
 
     def victim(self, seq: Sequence, view: View) -> Key:
         return (-seq.request.hints.priority, seq.request.arrived_ns, seq.seq_id)

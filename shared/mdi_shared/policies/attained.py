@@ -21,6 +21,7 @@ class MLFQ(Policy):
     ratio: int = number(2, least=2)
     levels: int = number(8, least=1, most=64)
     promote_s: float = number(60.0, above=0)
+    evict: int = number(0)
 
     def level(self, seq: Sequence, view: View) -> int:
         """Return its level, 0 the highest."""
@@ -43,6 +44,9 @@ class MLFQ(Policy):
     def victim(self, seq: Sequence, view: View) -> Key:
         return (self.level(seq, view), seq.output_len, -seq.seq_id)
 
+    def makes_way(self, seq: Sequence, waiter: Sequence, view: View) -> bool:
+        return self.level(waiter, view) < self.level(seq, view)
+
 
 @dataclass(eq=False)
 class LAS(Policy):
@@ -55,13 +59,21 @@ class LAS(Policy):
 
     quantum: int = number(2_048, least=1)
     ratio: int = number(2, least=2)
-    attained: dict[str, int] = field(default_factory=lambda: defaultdict(int), init=False)
+    evict: int = number(0)
+    attained: dict[str | int, int] = field(default_factory=lambda: defaultdict(int), init=False)
+
+    def level(self, seq: Sequence) -> int:
+        """Return the level of its program, 0 the highest."""
+        level, ends, attained = 0, self.quantum, self.attained.get(_program(seq), 0)
+        while ends <= attained:
+            level, ends = level + 1, ends * self.ratio
+        return level
 
     def order(self, seq: Sequence, view: View) -> Key:
-        level, ends = 0, self.quantum
-        while ends <= self.attained.get(_program(seq), 0):
-            level, ends = level + 1, ends * self.ratio
-        return (level, seq.request.arrived_ns)
+        return (self.level(seq), seq.request.arrived_ns)
+
+    def makes_way(self, seq: Sequence, waiter: Sequence, view: View) -> bool:
+        return self.level(waiter) < self.level(seq)
 
     def victim(self, seq: Sequence, view: View) -> Key:
         return (self.attained.get(_program(seq), 0), seq.output_len, -seq.seq_id)
@@ -72,7 +84,7 @@ class LAS(Policy):
             del self.attained[_program(seq)]
 
 
-def _program(seq: Sequence) -> str:
-    """Name the program; a request of none is told apart by a mark no name has."""
+def _program(seq: Sequence) -> str | int:
+    """Name the program; a request of none is its own, by a number, which no name is."""
     program = seq.request.hints.program
-    return f"p {program}" if program is not None else f"r {seq.seq_id}"
+    return program if program is not None else seq.seq_id

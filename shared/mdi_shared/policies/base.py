@@ -46,10 +46,15 @@ class Policy:
 
     Keys of one hook are all numbers, all strings, or all tuples of these that compare; no NaN.
     `max_wait_s` puts whoever has been in the system for longer before all others, by arrival, and
-    asks `admit` no more about them.
+    asks `admit` no more about them. `evict` is how often a running request may give way to a more
+    urgent one that waits (see `makes_way`); at 0, the default, requests are preempted only when
+    blocks run out. `keeps_keys` promises that a request's key of `order` lasts while it waits, so
+    that it is asked once, and again after a preemption; by default it is asked at every attempt.
     """
 
     max_wait_s: float = inf
+    keeps_keys: bool = False
+    evict: int = 0
     mixes: bool = False  # steps may hold prompt chunks beside those who decode,
     budget: int = 0  # of so many tokens in all; 0 = of the run's token budget
 
@@ -92,12 +97,30 @@ class Policy:
         """
         return (seq.output_len, -seq.seq_id)
 
+    def makes_way(self, seq: Sequence, waiter: Sequence, view: View) -> bool:
+        """Say whether a running sequence shall be preempted for `waiter`, the first of `waiting`.
+
+        Asked at a prefill attempt, if `evict` is above 0 and `waiter` lacks blocks or a seat, of
+        one running sequence after the other in the order of `victim`, until there is room; if
+        there cannot be, all stay. Left as it is, who would come behind `waiter` in the queue.
+        """
+        return self.order(waiter, view) < self.order(seq, view)  # type: ignore[operator]
+
     def served(self, seq: Sequence, prompt_tokens: int, output_tokens: int) -> None:
         """Note tokens a sequence was given since the last call for it.
 
         Prompt tokens when a chunk is planned, output tokens before the next prefill attempt, which
         is also when `seq.is_finished` is first seen.
         """
+
+    def answering(self, hook: str) -> "Policy":
+        """Return who answers the question of that name."""
+        return self
+
+    def answers(self, hook: str) -> bool:
+        """Say whether it has an answer of its own to the question of that name."""
+        own = getattr(self.answering(hook), hook)
+        return getattr(own, "__func__", None) is not getattr(Policy, hook)
 
     def __post_init__(self) -> None:
         check_parameters("policy", self)

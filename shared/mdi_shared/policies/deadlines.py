@@ -14,6 +14,7 @@ class EDF(Policy):
     """
 
     ttft_s: float = number(1.0, above=0)
+    keeps_keys = True
 
     def order(self, seq: Sequence, view: View) -> Key:
         due = seq.request.hints.deadline_ns
@@ -58,6 +59,7 @@ class QoE(Policy):
     serve_per_s: float = number(20.0, above=0)
     horizon_s: float = number(5.0, above=0)
     cap: int = number(1)
+    evict: int = number(0)
 
     def gain(self, seq: Sequence, view: View) -> float:
         """Return the gain per token that it holds or would hold."""

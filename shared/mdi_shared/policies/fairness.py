@@ -35,7 +35,7 @@ class VTC(Predicting):
         self._shares = _parse_weights(self.weights)
 
     def look(self, view: View) -> None:
-        queued = frozenset(_client(seq) for seq in view.waiting)
+        queued = frozenset([seq.request.hints.client or "" for seq in view.waiting])
         stayed = [self.counters.get(client, 0.0) for client in queued & self._queued]
         self._floor = max(self._floor, min(stayed)) if stayed else self._floor
         for client in sorted(queued - self._queued):

@@ -11,6 +11,8 @@ from mdi_shared.request import Sequence
 class SJF(Predicting):
     """The shortest predicted output first. Source: SSJF; learning to rank (NeurIPS 24)."""
 
+    keeps_keys = True
+
     def order(self, seq: Sequence, view: View) -> Key:
         return self.predicted(seq)
 
@@ -20,11 +22,13 @@ class SRPT(Predicting):
     """The shortest remaining work first; who has most of it left gives way.
 
     Work is the output still predicted, and the prompt to compute at `ratio` tokens for one of
-    output. The engine preempts only when blocks run out, so this orders admission and victims.
+    output. Without `evict` the engine preempts only when blocks run out.
     Source: TRAIL (arXiv 2410.01035), ELIS.
     """
 
     ratio: float = number(64.0, above=0)
+    evict: int = number(0)
+    keeps_keys = True
 
     def order(self, seq: Sequence, view: View) -> Key:
         return self.left(seq) + work_left(seq) / self.ratio
@@ -43,6 +47,11 @@ class LimitedSRPT(SRPT):
 
     limit: float = number(0.8, most=1)
 
+    def is_open(self, seq: Sequence) -> bool:
+        return seq.output_len < self.limit * self.predicted(seq)
+
     def victim(self, seq: Sequence, view: View) -> Key:
-        is_open = seq.output_len < self.limit * self.predicted(seq)
-        return (is_open, self.left(seq))
+        return (self.is_open(seq), self.left(seq))
+
+    def makes_way(self, seq: Sequence, waiter: Sequence, view: View) -> bool:
+        return self.is_open(seq) and super().makes_way(seq, waiter, view)

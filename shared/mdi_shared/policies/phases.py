@@ -7,7 +7,7 @@ and the ranks of a group agree: prompts go as soon as one rank has some that may
 from dataclasses import dataclass
 
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.errors import require
+from mdi_shared.errors import require, require_int
 from mdi_shared.policies.base import Policy, View, number, shown
 
 
@@ -54,17 +54,24 @@ class Mixed(Policy):
 
 
 def require_allowed(policy: Policy | None, config: SchedulerConfig) -> None:
-    """Raise `ConfigError` for a policy that these options leave no room (docs/design.md)."""
+    """Raise `ConfigError` for a policy that these options do not allow (docs/design.md)."""
     if policy is None:
         return
     name = shown(policy)
     require(not config.strict_upstream, "policy", name, "contradicts strict_upstream, which has "
             "the production engine's rules")  # fmt: skip
+    require_int(f"policy {name}: evict", policy.evict, 0)
+    if policy.evict:
+        require(not config.stop_preempted_request, "policy", name, "evicts running requests, which "
+                "stop_preempted_request would end")  # fmt: skip
+        require(not policy.mixes, "policy", name, "evicts at an attempt to prefill; a mixed step "
+                "has chosen who decodes by then")  # fmt: skip
     if not policy.mixes:
         return
     for option, needed in (("num_draft_tokens", 0), ("context_parallel_size", 1),
                            ("chunked_prefill", True)):  # fmt: skip
         require(getattr(config, option) == needed, "policy", name, "mixed steps need "
                 f"{option} = {str(needed).lower()}")  # fmt: skip
-    require(0 <= policy.budget <= config.token_budget, "policy", name, "the budget of a mixed step "
-            f"must be at most the token budget, {config.token_budget}")  # fmt: skip
+    holds = type(policy.budget) is int and 0 <= policy.budget <= config.token_budget
+    require(holds, "policy", name, f"the budget of a mixed step, {policy.budget}, must be an int "
+            f"from 0 to the token budget, {config.token_budget}")  # fmt: skip

@@ -6,6 +6,7 @@ same for a request each time it is asked, in every world.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from math import cos, exp, log, pi, sin, sqrt
 
@@ -37,6 +38,11 @@ def sigma_of_tau(tau: float, spread: float) -> float:
     return spread * sqrt(1 / (rho * rho) - 1)
 
 
+@lru_cache(maxsize=1 << 16)
+def _error(sigma: float, req_id: str) -> float:
+    return exp(sigma * normal(req_id))
+
+
 @dataclass(eq=False)
 class Predicting(Policy):
     """Base of policies that go by predicted outputs.
@@ -54,9 +60,9 @@ class Predicting(Policy):
         """Return the predicted output of a request, tokens; at most its `max_tokens`."""
         request = seq.request
         known = request.hints.predicted_len or request.max_tokens
-        sigma = self.sigma if self.tau == 1 else sigma_of_tau(self.tau, self.spread)
-        if sigma:
-            known = max(int(known * exp(sigma * normal(request.req_id)) + 0.5), 1)
+        if self.sigma or self.tau < 1:
+            sigma = self.sigma if self.tau == 1 else sigma_of_tau(self.tau, self.spread)
+            known = max(int(known * _error(sigma, request.req_id) + 0.5), 1)
         return min(known, request.max_tokens)
 
     def left(self, seq: Sequence) -> int:

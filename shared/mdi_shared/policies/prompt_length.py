@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mdi_shared.policies.base import Key, Policy, View, number, waited_s, work_left
+from mdi_shared.policies.base import SECOND, Key, Policy, View, number, waited_s, work_left
 from mdi_shared.request import Sequence
 
 
@@ -12,6 +12,8 @@ class ShortestPrompt(Policy):
 
     Cached prefixes do not count, tokens to recompute do. Source: BLIS `sjf`, SGLang PR 30806.
     """
+
+    keeps_keys = True
 
     def order(self, seq: Sequence, view: View) -> Key:
         return work_left(seq)
@@ -29,10 +31,12 @@ class SJFAging(Policy):
     scale_s: float = number(5.0, above=0)
     length: float = number(0.5)
     wait: float = number(0.5)
+    keeps_keys = True
 
     def order(self, seq: Sequence, view: View) -> Key:
         short = self.length / (1 + work_left(seq) / self.median)
-        return -(short + self.wait * waited_s(seq, view) / self.scale_s)
+        # All wait alike from now on: what counts is who came first.
+        return self.wait * seq.request.arrived_ns / SECOND / self.scale_s - short
 
 
 @dataclass(eq=False)
@@ -43,9 +47,10 @@ class SJFDecay(Policy):
     """
 
     rate: float = number(1_000.0)
+    keeps_keys = True
 
     def order(self, seq: Sequence, view: View) -> Key:
-        return work_left(seq) - self.rate * waited_s(seq, view)
+        return work_left(seq) + self.rate * seq.request.arrived_ns / SECOND
 
 
 @dataclass(eq=False)

@@ -65,9 +65,20 @@ class Combined(Policy):
         self._phase, self._order, self._admit, self._victim = (axes[axis] for axis in AXES)
         self._all = tuple(dict.fromkeys(axes.values()))
         self.mixes, self.budget = self._phase.mixes, self._phase.budget
+        self.evict = self._order.evict
+        self.keeps_keys = self._order.keeps_keys
+        self._by_hook = {"phase": self._phase, "order": self._order, "admit": self._admit,
+                         "victim": self._victim}  # fmt: skip
 
     def __str__(self) -> str:
         return self.spec
+
+    def answering(self, hook: str) -> Policy:
+        return self._by_hook.get(hook, self)
+
+    def answers(self, hook: str) -> bool:
+        asked = [self._by_hook[hook]] if hook in self._by_hook else self._all
+        return any([policy.answers(hook) for policy in asked])
 
     def look(self, view: View) -> None:
         for policy in self._all:
@@ -88,6 +99,9 @@ class Combined(Policy):
 
     def victim(self, seq: Sequence, view: View) -> Key:
         return self._victim.victim(seq, view)
+
+    def makes_way(self, seq: Sequence, waiter: Sequence, view: View) -> bool:
+        return self._order.makes_way(seq, waiter, view)
 
     def served(self, seq: Sequence, prompt_tokens: int, output_tokens: int) -> None:
         for policy in self._all:
@@ -117,6 +131,8 @@ def policy_from_spec(spec: str) -> Policy:
         else:
             raise ConfigError("policy", spec, f"{part!r} must be AXIS=NAME with an axis of "
                               f"{', '.join(AXES)}, or max_wait_s=SECONDS")  # fmt: skip
+    if any(axes[axis].evict and axes[axis] is not axes["order"] for axis in AXES):
+        raise ConfigError("policy", spec, "evict is for the policy that answers order")
     return Combined(spec, axes, max_wait_s)
 
 

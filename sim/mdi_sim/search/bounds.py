@@ -7,7 +7,7 @@ better policy could still gain, at most.
 Read next: `hindsight.py` (the exact optimum of small instances), docs/policies.md.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -22,6 +22,7 @@ from mdi_traces.columns import Ints, ints, valid_rows
 
 Floats = NDArray[np.float64]
 NS_PER_MS, NS_PER_S = 1e6, 1e9
+_PARTS = (0.25, 0.5, 0.75, 1.0)
 _STEP_RATIO = 1.02  # between sizes that a rate is looked up at: what a bound may lose
 
 
@@ -50,18 +51,26 @@ def lower_bounds(requests: pa.Table, run: RunDescription) -> Bounds:
     """
     work = _Work(requests, run)
     first, last = work.alone_ns()
-    busy_first, busy = work.share_ns()
     arrival = work.arrival
     is_open = not valid_rows(requests["think_ns"]).any()
     means = [first.mean(), last.mean()]
     span = float((arrival + last).max() - arrival[0]) if is_open else float(last.max())
-    if is_open:
-        flows = (srpt_flow(arrival, busy_first), srpt_flow(arrival, busy))
-        means = [max(mean, flow / len(arrival)) for mean, flow in zip(means, flows, strict=True)]
-        to_come = np.cumsum(busy[::-1])[::-1]
+    for shares in work.shares_ns() if is_open else ():
+        means = [max(mean, srpt_flow(arrival, share) / len(arrival))
+                 for mean, share in zip(means, shares, strict=True)]  # fmt: skip
+        to_come = np.cumsum(shares[1][::-1])[::-1]
         span = max(span, float((arrival + to_come).max() - arrival[0]))
     span = max(span, work.least_decode_steps() * work.decode_ns)
     return Bounds(means[0] / NS_PER_MS, means[1] / NS_PER_MS, span / NS_PER_S)
+
+
+def alone_ms(requests: pa.Table, run: RunDescription) -> Floats:
+    """Return the least time that each of `requests` takes alone on the devices of a rank, ms.
+
+    Neither host nor votes are in it. Raises `ConfigError` for a run without step times.
+    """
+    _, last = _Work(requests, run).alone_ns()
+    return last / NS_PER_MS
 
 
 def srpt_flow(arrivals: Sequence[float] | Ints, works: Sequence[float] | Floats) -> float:
@@ -102,13 +111,21 @@ class _Work:
     def __init__(self, requests: pa.Table, run: RunDescription) -> None:
         self._config, self._shape, self._cost = run.scheduler, run.shape, run.step_cost
         self._ranks = run.ranks
+        policy = run.new_policy()
+        self._mixes = policy is not None and policy.mixes
         self.arrival = ints(requests["arrival_ns"])
         self._prompt, self._outputs = (ints(requests[c]) for c in ("prompt_len", "output_len"))
         self._new = self._prompt - ints(requests["cached_len"])
         rows = 1 + self._config.num_draft_tokens  # tokens that a decode step gives at most
         self._steps = -((1 - self._outputs) // rows)
         self._shortest = int(self._prompt.min()) + 1
+        self._seats = min(self._config.max_num_seqs, len(self._new))
+        fullest = int(np.sort(self._new)[-self._seats :].sum())
+        fullest += self._seats if self._mixes else 0
+        self._most_tokens = min(self._config.token_budget, fullest)  # of a step with prompts
         self.decode_ns = self._decode_ns(1)
+        if self._mixes:
+            self.decode_ns = min(self.decode_ns, self._prefill_ns(1))
 
     def alone_ns(self) -> tuple[Floats, Floats]:
         """Return the least time to the first and to the last token on an idle rank."""
@@ -116,6 +133,8 @@ class _Work:
         for new, prompt in set(zip(self._new.tolist(), self._prompt.tolist(), strict=True)):
             whole = cost.device_ns(prefill_work(shape, [(new, prompt, prompt)]))
             each = cost.device_ns(decode_work(shape, [prompt + 1]))
+            if self._mixes:  # others' prompts may come along
+                each = min(each, self._prefill_ns(1))
             times[new, prompt] = whole, each
         found = [times[key] for key in zip(self._new.tolist(), self._prompt.tolist(), strict=True)]
         first, each = np.array(found, dtype=np.float64).T
@@ -123,15 +142,22 @@ class _Work:
         first = np.maximum(first, budgets * cost.device_ns(_least_prefill(shape, 1)))
         return first, first + self._steps * each
 
-    def share_ns(self) -> tuple[Floats, Floats]:
-        """Return what each takes at least of the time of all ranks: its prompt, and all of it."""
-        config = self._config
-        seats = min(config.max_num_seqs, len(self._new))
-        fullest = int(np.sort(self._new)[-seats:].sum())  # tokens of a step at most
-        per_token = self._least_share(min(config.token_budget, fullest), self._prefill_ns)
-        per_step = self._least_share(seats, self._decode_ns)
-        prompts = self._new * per_token / self._ranks
-        return prompts, prompts + self._steps * per_step / self._ranks
+    def shares_ns(self) -> Iterator[tuple[Floats, Floats]]:
+        """Yield what each takes at least of the time of all ranks: its prompt, and all of it.
+
+        Every step takes at least the shares of those it serves. In a mixed step prompts and decode
+        share its time, which can be laid to either: the less to prompts, the more to decode.
+        """
+        most, seats = self._most_tokens, self._seats
+        token = min(self._prefill_ns(low) / high for low, high in _ranges(most))
+        step = min(self._decode_ns(low) / high for low, high in _ranges(seats))
+        for part in _PARTS if self._mixes else (1.0,):
+            each, own = step, part * token
+            for low, high in _ranges(most) if self._mixes else ():
+                rest = max(self._prefill_ns(low) - own * high, 0.0)
+                each = min(each, rest / min(seats, high) + own)
+            prompts = self._new * own / self._ranks
+            yield prompts, prompts + self._steps * each / self._ranks
 
     def least_decode_steps(self) -> float:
         """Return the decode steps that one rank needs at least, by the memory of all."""
@@ -144,10 +170,6 @@ class _Work:
 
     def _decode_ns(self, seqs: int) -> int:
         return self._cost.device_ns(_times(decode_work(self._shape, [self._shortest]), seqs))
-
-    def _least_share(self, most: int, step_ns: Callable[[int], int]) -> float:
-        """Return the least time per unit of a step of 1 to `most` units, whose time never falls."""
-        return min(step_ns(low) / high for low, high in _ranges(most))
 
 
 def _ranges(most: int) -> Iterator[tuple[int, int]]:

@@ -80,8 +80,9 @@ class Capacity:
     """The capacity of one variant: its replicates and, where all have one, their mean.
 
     `rate` is requests (sessions, of a workload of sessions) per second, None where a replicate
-    never or always holds. `change` is the ratio to the baseline's less 1, paired by seed. `bound`
-    broke first in `bound_in` of the replicates.
+    never or always holds. `change` is the ratio to the baseline's less 1, paired by seed. Intervals
+    are those of the seeds, widened by the brackets' width. `bound` broke first in `bound_in` of
+    the replicates.
     """
 
     variant: Variant
@@ -148,19 +149,38 @@ def _capacities(searches: Sequence[Search], variants: Sequence[Variant]) -> Iter
     confidence = simultaneous(len(variants) - 1)
     for variant, own in by_variant.items():
         found = [each.capacity for each in own]
-        is_known = all(0 < rate < inf for rate in found)
-        ratios = [log(a.capacity / b.capacity) if 0 < a.capacity < inf and 0 < b.capacity < inf
-                  else nan for a, b in zip(own, base, strict=True)]  # fmt: skip
-        change = None
-        if variant != variants[0] and all(ratio == ratio for ratio in ratios):
-            found_change = t_interval(ratios, confidence)
-            ends = (found_change.mean, found_change.low, found_change.high)
-            mean, low, high = (None if end is None else expm1(end) for end in ends)
-            change = Interval(mean or 0.0, low, high, found_change.n)
+        ratios = [_log_ratio(a, b) for a, b in zip(own, base, strict=True)]
         bounds = Counter(each.bound for each in own if each.bound)
         bound, bound_in = bounds.most_common(1)[0] if bounds else ("", 0)
-        yield Capacity(variant, tuple(own), t_interval(found) if is_known else None, change,
-                       bound, bound_in)  # fmt: skip
+        tolerance = own[0].tolerance
+        yield Capacity(
+            variant, tuple(own),
+            _rate(found, tolerance) if all(0 < rate < inf for rate in found) else None,
+            _change(ratios, confidence, tolerance) if own is not base else None, bound, bound_in,
+        )  # fmt: skip
+
+
+def _rate(found: Sequence[float], tolerance: float) -> Interval:
+    """Return the mean; its interval reaches as far beyond the seeds' as a bracket does."""
+    rate = t_interval(found)
+    if rate.low is None or rate.high is None:
+        return rate
+    half = sqrt(1 + tolerance)
+    return Interval(rate.mean, max(rate.low / half, 0.0), rate.high * half, rate.n)
+
+
+def _change(ratios: Sequence[float], confidence: float, tolerance: float) -> Interval | None:
+    """Return the ratio less 1 that logarithms of ratios mean; both brackets widen its interval."""
+    if any(ratio != ratio for ratio in ratios):
+        return None
+    found, reach = t_interval(ratios, confidence), log(1 + tolerance)
+    low = None if found.low is None else expm1(found.low - reach)
+    high = None if found.high is None else expm1(found.high + reach)
+    return Interval(expm1(found.mean), low, high, found.n)
+
+
+def _log_ratio(a: Search, b: Search) -> float:
+    return log(a.capacity / b.capacity) if 0 < a.capacity < inf and 0 < b.capacity < inf else nan
 
 
 def _all_at_once(row: Mapping[str, object]) -> bool:

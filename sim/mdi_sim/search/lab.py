@@ -52,7 +52,6 @@ class Planned:
     run: RunDescription
     trace_hash: str
     slo: str | None
-    slowdown: bool
     key: str
     is_kept: bool
     code: str = field(default_factory=code_hash)
@@ -81,8 +80,7 @@ class Lab:
 
     A `load` is a text: `rate=6` (or 6) requests a second, `speed=2`, `arrivals=poisson:6`, or "as
     recorded". A setting changes options of the run or the scheduler, by name. `options` are those
-    of `describe_run` that all share. `slowdown` also simulates each request alone, once for each
-    workload and setting. Raises `ConfigError` naming axis, value and what is allowed.
+    of `describe_run` that all share. Raises `ConfigError` naming axis, value and what is allowed.
     """
 
     traces: Mapping[str, Served]
@@ -92,7 +90,6 @@ class Lab:
     placements: Sequence[str] = ("round_robin",)
     seeds: Sequence[int] = (0,)
     slo: ServiceLevel | None = None
-    slowdown: bool = True
     base: RunDescription | None = None
     options: RunOptions = field(default_factory=lambda: RunOptions())
 
@@ -117,6 +114,9 @@ class Lab:
 
         Where a seed draws nothing (recorded times, no drafts), only the first one is planned.
         """
+        slo = self.slo
+        require(slo is None or not slo.statistics, "slo", str(slo), "a lab takes bounds on each "
+                "request, such as ttft<=300; those on statistics are for mdi capacity")  # fmt: skip
         runs = PlannedRuns(self)
         planned: list[Planned] = []
         for seed, trace, setting, load in product(
@@ -164,7 +164,7 @@ class PlannedRuns:
         slo = None if lab.slo is None else lab.slo.of_requests
         return Planned(
             trace, load_name(load), setting, placement, policy, seed, run, of_trace, slo,
-            lab.slowdown, run_key(run, of_trace, slo, lab.slowdown), not isinstance(given, Policy),
+            run_key(run, of_trace, slo), not isinstance(given, Policy),
         )  # fmt: skip
 
 

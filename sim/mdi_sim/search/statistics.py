@@ -213,6 +213,8 @@ def _change(
 
 def _pareto(points: Sequence[Sequence[float]]) -> list[bool]:
     """Say of each point, less is better, whether no other is at least as good and once better."""
+    if not points:
+        return []  # every variant failed
     at = np.asarray(points, dtype=np.float64).reshape(len(points), -1)
     found = []
     for own in at:
@@ -246,8 +248,6 @@ def _undo(measure: str, difference: float) -> float:
     return float(np.expm1(difference)) if is_relative(measure) else difference
 
 
-def require_measure(measure: str) -> None:
+def require_measure(measure: str, field: str = "measure") -> None:
     """Raise `ConfigError` unless `measure` is a column that can rank."""
-    require(
-        measure in MEASURE_NAMES, "measure", measure, f"must be one of {', '.join(MEASURE_NAMES)}"
-    )
+    require(measure in MEASURE_NAMES, field, measure, f"must be one of {', '.join(MEASURE_NAMES)}")

@@ -23,8 +23,7 @@ from mdi_sim.search.rows import SCHEMA, Row
 from mdi_traces.saving import atomic_file, run_files
 from mdi_traces.schema import REQUESTS
 
-PACKAGES = ("mdi_shared", "mdi_sim", "mdi_traces", "mdi_analysis")
-_UNRELATED = ("search", "fit")  # folders of mdi_sim that decide what is run, not what comes of it
+PACKAGES = ("mdi_shared", "mdi_sim", "mdi_traces", "mdi_analysis", "minideepinfer")
 
 
 class Store:
@@ -58,19 +57,18 @@ class Store:
         return self._runs / key[:2] / f"{key}.json"
 
 
-def run_key(run: RunDescription, trace_hash: str, slo: str | None, slowdown: bool) -> str:
+def run_key(run: RunDescription, trace_hash: str, slo: str | None) -> str:
     """Return the name of a result: equal inputs, equal key, wherever the trace's file lies."""
     described = run.to_json()
     del described["assumed"]  # words
     described["served"] = {**described["served"], "trace": None}
-    parts = {"run": described, "trace": trace_hash, "slo": slo, "slowdown": slowdown,
-             "code": code_hash()}  # fmt: skip
+    parts = {"run": described, "trace": trace_hash, "slo": slo, "code": code_hash()}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 @lru_cache(maxsize=1)
 def code_hash() -> str:
-    """Return the SHA-256 of all source that a result depends on."""
+    """Return the SHA-256 of all source that a result may depend on."""
     digest = hashlib.sha256()
     for package in PACKAGES:
         spec = find_spec(package)
@@ -78,8 +76,7 @@ def code_hash() -> str:
         for folder in map(Path, spec.submodule_search_locations or ()):
             for path in sorted(folder.rglob("*.py")):
                 name = path.relative_to(folder)
-                if package != "mdi_sim" or name.parts[0] not in _UNRELATED:
-                    digest.update(f"{package}/{name.as_posix()}\n".encode() + path.read_bytes())
+                digest.update(f"{package}/{name.as_posix()}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 
 
@@ -98,8 +95,9 @@ def trace_hash(path: str) -> str:
         for file in files:
             with file.open("rb") as opened:
                 digest.update(hashlib.file_digest(opened, "sha256").digest())
-    except OSError as error:
-        raise ConfigError("traces", path, f"cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # a folder that is closed, a name with a NUL
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError("traces", path, f"cannot be read: {reason}") from error
     return digest.hexdigest()
 
 
