@@ -137,6 +137,7 @@ def test_an_id_can_be_used_again_once_its_request_has_ended():
 
 def random_engine(dice, drafts):
     blocks, seats = dice.choice([12, 18, 40]), dice.randint(1, 5)
+    phases = [] if drafts else ["mixed", "phase=mixed:budget=5"]  # which have no drafts
     return fake_engine(
         seed=dice.getrandbits(32),
         num_blocks=blocks,
@@ -148,7 +149,7 @@ def random_engine(dice, drafts):
         stop_preempted_request=dice.random() < 0.2,
         prefill_attempt_interval=dice.choice([1, 3, 70]),
         prefill_any_attempt_interval=dice.choice([1, 5, 100]),
-        policy=dice.choice(["fcfs", "fcfs", "mixed", "phase=mixed:budget=5", "prefill_first"]),
+        policy=dice.choice([*phases, "fcfs", "fcfs", "prefill_first"]),
     )
 
 
