@@ -61,7 +61,6 @@ class Lane:
     process_ns: int = 0  # of the step that is processed now, which may be of the part before
     taken: list[Part] = field(default_factory=list)
     _coming: Part | None = None
-    _is_new: bool = True
 
     def begin(self, first: int) -> None:
         """Note where its steps begin."""
@@ -69,12 +68,11 @@ class Lane:
         self.host_ns = self.part.schedule_ns + self.part.launch_ns
         self.process_ns = self.part.process_ns
         self.taken.append(self.part)
-        self.event = first + 1  # many a launch is of one step, and need not look what comes
+        self._coming = next(self.parts, None)
+        self._note_event()
 
     def go_on(self, index: int, keep: int) -> None:
         """Become what it is from step `index` on, whose turn processes the step `keep` before."""
-        if self._is_new:
-            self._is_new, self._coming = False, next(self.parts, None)
         coming, processed = self._coming, index - self.first - keep
         if coming is not None and self.first + coming.turn == index:
             self.part, self.host_ns = coming, coming.schedule_ns + coming.launch_ns
@@ -84,9 +82,12 @@ class Lane:
             if part.turn <= processed:
                 self.process_ns = part.process_ns
                 break
-        self.event = FAR if self._coming is None else self.first + self._coming.turn
+        self._note_event()
         if self.part.turn > processed:
             self.event = min(self.event, self.first + self.part.turn + keep)
+
+    def _note_event(self) -> None:
+        self.event = FAR if self._coming is None else self.first + self._coming.turn
 
     def spread(self, values: Sequence[int], count: int) -> list[int]:
         """Return the value of its part for each of `count` steps."""
