@@ -82,14 +82,13 @@ def run_ours(case: Case) -> dict[str, Any]:
     began = time.process_time()
     run = simulate(trace, scheduler=SchedulerConfig(**case.scheduler()), ranks=case.ranks, **cost)
     seconds = time.process_time() - began
-    steps = sum([piece.num_rows for piece in run.step_pieces()])
     table = run.requests_table
     first, last, tokens = (
         ints(table[name], null=-1) for name in ("t_first_token", "t_finish", "output_len")
     )
     served = tokens > 1
     waits, gaps = first - ints(table["arrival_ns"]), (last - first)[served] / (tokens[served] - 1)
-    return {"requests": len(trace), "steps": steps, "simulation_s": seconds,
+    return {"requests": len(trace), "steps": run.steps_table.num_rows, "simulation_s": seconds,
             "ttft_ms": waits.mean() / 1e6, "tpot_ms": gaps.mean() / 1e6}  # fmt: skip
 
 

@@ -5,40 +5,23 @@ Read next: `scheduler.py` (when it is called), `request.py` (when a sequence end
 
 from itertools import chain
 
-from mdi_shared.plan import Batch, Ending, StepOutcome, StepPlan, StepResult
+from mdi_shared.plan import Ending, StepOutcome, StepPlan, StepResult
 from mdi_shared.queues import Queues
-from mdi_shared.repeat import Change
 from mdi_shared.request import Sequence, State
 
 Tokens = tuple[tuple[int, ...], ...]
 
 
 class InFlightStep:
-    """A step that was planned and not yet processed.
+    """A step that was planned and not yet processed."""
 
-    `seqs` are those of `batch`, a list not to be changed: steps share it. `num_departed` had left
-    when it was planned.
-    """
+    __slots__ = ("num_departed", "number", "plan", "seqs")
 
-    __slots__ = ("batch", "num_departed", "number", "plan", "seqs")
-
-    def __init__(
-        self, plan: StepPlan, batch: Batch, seqs: list[Sequence], num_departed: int, number: int
-    ) -> None:
-        self.plan = plan  # or that of which it is a repetition
-        self.batch = batch
-        self.seqs = seqs
-        self.num_departed = num_departed
-        self.number = number
-
-    def repeated(self, changes: list[Change], turn: int, number: int) -> "InFlightStep":
-        """Return the repetition of a decode step that was planned so many turns later."""
-        batch, seqs, num_departed = self.batch, self.seqs, self.num_departed
-        for change in changes:
-            if change.turn <= turn:
-                batch, seqs = change.batch, change.seqs
-                num_departed += len(change.gone)
-        return InFlightStep(self.plan, batch, seqs, num_departed, number)
+    def __init__(self, plan: StepPlan, seqs: list[Sequence], num_departed: int) -> None:
+        self.plan = plan
+        self.seqs = seqs  # not to be changed: all steps of a batch share the list
+        self.number = plan.step  # moves on when the plan is repeated
+        self.num_departed = num_departed  # when it was planned
 
 
 def commit_step(queues: Queues, step: InFlightStep, result: StepResult) -> StepOutcome:
@@ -67,7 +50,7 @@ def commit_step(queues: Queues, step: InFlightStep, result: StepResult) -> StepO
         assert tokens is not None, "the first token of a prompt may end it"
         ended += _commit_prompts(queues, step, tokens)
     return StepOutcome(
-        step.number, plan.is_prefill, step.batch, tokens or (), dropped, tuple(ended),
+        step.number, plan.is_prefill, plan.batch, tokens or (), dropped, tuple(ended),
         len(queues.waiting), len(queues.running),
     )  # fmt: skip
 

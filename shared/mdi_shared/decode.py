@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from mdi_shared.decisions import Decisions
 from mdi_shared.plan import NOBODY, Batch, Ending, Member
 from mdi_shared.queues import Queues
-from mdi_shared.repeat import Change, Outlook
 from mdi_shared.request import Sequence
 from mdi_shared.upstream_order import sort_descending
 
@@ -71,24 +70,13 @@ class DecodeSelection:
         step.batch, step.seqs = self._batch, self._seqs
         return step
 
-    def outlook(self, keep: int) -> Outlook:
-        """Look ahead from the newest batch; `keep` steps are in flight when one is planned."""
-        return Outlook(self.queues, self._members, self._seqs, keep)
-
-    def follow(self, changes: list[Change]) -> None:
-        """Go on from a later batch, which somebody has taken the steps to."""
-        if changes:
-            _, self._batch, self._seqs, self._members, _ = changes[-1]
-
     def _give_blocks(self, step: DecodeStep) -> None:
         """Give a block to those that need one now; nobody else's table changes."""
         queues = self.queues
         needy = queues.clock.take_needy(queues.clock.planned, queues.config.block_size)
-        if not needy:
-            return
         if len(needy) <= queues.blocks.num_free:
-            new = queues.add_block_each(needy, queues.clock.planned + queues.config.block_size)
-            step.taken += [(seq.seq_id, (block,)) for seq, block in zip(needy, new, strict=True)]
+            for seq in needy:
+                step.taken.append((seq.seq_id, queues.add_blocks(seq, 1)))
         elif self.decisions is None:
             self._serve(needy, step)
         else:

@@ -69,7 +69,7 @@ class Batch:
     def slots(self) -> tuple[int, ...]:
         return tuple([member.slot for member in self.members])
 
-    @property
+    @cached_property
     def base_sum(self) -> int:
         """Sum of the members' lengths where the decode clock stood at 0."""
         return -sum([neg_base for neg_base, _, _, _ in self.members])
@@ -268,32 +268,21 @@ class StepOutcome(NamedTuple):
         return self.batch.seq_ids
 
 
-class Departure(NamedTuple):
-    """Who left a batch in a repetition of its step: ended in the one before, now `finished`.
-
-    `ended` stand in the order of the batch, of which `num_left` members are left.
-    """
-
-    repetition: int
-    num_left: int
-    finished: tuple[int, ...]
-    ended: tuple[Ending, ...]
-
-
 class Advance(NamedTuple):
     """What so many `repetitions` of a decode step changed (see `Scheduler.advance`).
 
     `processed` older steps were processed meanwhile; the first of them had rows of the sequences
-    `dropped`, which had left. `n_running` is from before the `departures`.
-    `free` lists (repetition, blocks, slots), what was left of the pools after planning that and the
-    following ones; `wants` (repetition, bool), whether this rank wanted a prefill at a vote there.
+    `dropped`, which had left.
+    `free_blocks` lists what was left of the pool after planning repetition 1, and whenever that
+    changed: (repetition, blocks). In the first `num_wanting` repetitions this rank wanted a prefill
+    where there was a vote.
     """
 
     repetitions: int
     processed: int
     dropped: tuple[int, ...]
-    free: tuple[tuple[int, int, int], ...]
-    wants: tuple[tuple[int, bool], ...]
-    departures: tuple[Departure, ...]
+    free_blocks: tuple[tuple[int, int], ...]
+    free_slots: int
     n_waiting: int
     n_running: int
+    num_wanting: int

@@ -98,14 +98,6 @@ class Queues:
             seq.clock.holds(seq, self.capacity(seq))
         return tuple(new)
 
-    def add_block_each(self, seqs: list[Sequence], next_need: int) -> list[int]:
-        """Append a block to each table; `next_need` is when the clock will ask for the next."""
-        new = self.blocks.allocate(len(seqs))
-        for seq, block in zip(seqs, new, strict=True):
-            seq.block_table.append(block)
-        self.clock.hold_more(seqs, next_need)
-        return new
-
     def capacity(self, seq: Sequence) -> int:
         """Tokens that its blocks hold."""
         return len(seq.block_table) * self.config.block_size

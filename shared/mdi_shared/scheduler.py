@@ -9,7 +9,6 @@ Read next: `prefill.py` and `decode.py` (who is chosen), `queues.py` (memory), `
 
 from collections import deque
 
-from mdi_shared.advance import Turns
 from mdi_shared.chunking import ChunkPolicy, TokenBudget
 from mdi_shared.commit import InFlightStep, commit_step, dropped_rows
 from mdi_shared.config import WATERMARK, SchedulerConfig
@@ -35,7 +34,7 @@ from mdi_shared.policies.phases import require_allowed
 from mdi_shared.prefill import PrefillBatch, PrefillSelection
 from mdi_shared.prefix.cache import PrefixCache
 from mdi_shared.queues import Queues
-from mdi_shared.repeat import NO_CHANGES, Horizon, foretell
+from mdi_shared.repeat import Horizon, foretell, take_blocks
 from mdi_shared.request import Request, Sequence, State
 from mdi_shared.vote import ANY, NONE, Ballot, rule_at, steps_to_votes
 
@@ -73,7 +72,6 @@ class Scheduler:
         self._chosen: DecodeStep | None = None  # who decodes, before it is known with whom
         self._mixes = self.decisions is not None and self.decisions.mixes
         self._in_flight: deque[InFlightStep] = deque()  # oldest first
-        self._outlook = NO_CHANGES  # of the newest step
         self._to_release: list[Sequence] = []
         self._next_seq_id = 0
         self._idle_turns = 0  # in a row, with the same head in the same state
@@ -270,10 +268,10 @@ class Scheduler:
 
     def _put_in_flight(self, plan: StepPlan, seqs: list[Sequence]) -> StepPlan:
         """Note a plan as made and return it, with what prefix reuse has to be done before it."""
-        prefix, departed = self.queues.prefix, self.queues.num_departed
+        prefix = self.queues.prefix
         if prefix is not None:
             plan = plan._replace(copies=prefix.take_copies(), hits=prefix.take_hits())
-        self._in_flight.append(InFlightStep(plan, plan.batch, seqs, departed, plan.step))
+        self._in_flight.append(InFlightStep(plan, seqs, self.queues.num_departed))
         self.queues.clock.planned += plan.decodes
         return plan
 
@@ -344,12 +342,7 @@ class Scheduler:
         if self.decisions is not None and self.decisions.has_phase:
             to_vote = to_any = 1  # a policy is asked at each turn in which somebody waits
         steps = foretell(queues, members, keep=self.keep)
-        self._outlook = self._decode.outlook(self.keep)
-        change = self._outlook.change(0) if queues.prefix is not None else None
-        if change is not None:
-            steps = min(steps, change.turn)  # whoever ends leaves a tail
-        is_idle = not (members or has_waiting)
-        return Horizon(steps, to_vote, to_any, has_waiting, is_idle, self._outlook)
+        return Horizon(steps, to_vote, to_any, has_waiting, not (members or has_waiting))
 
     def advance(self, count: int) -> Advance:
         """Book `count` more steps like the newest, and process the older ones they leave behind.
@@ -361,25 +354,36 @@ class Scheduler:
         queues, clock, in_flight = self.queues, self.queues.clock, self._in_flight
         oldest, newest = in_flight[0], in_flight[-1]
         processed = len(in_flight) - self.keep + count - 1
-        dropped = dropped_rows(queues, oldest) if processed else ()
-        members, done, n_running = oldest.batch.members, clock.done, len(queues.running)
-        changes = self._outlook.until(count)
-        turns = Turns(queues, self.keep, count, self.want_prefill)
-        turns.book(changes)
-        self._decode.follow(changes)
-        self._to_release += turns.to_release
+        dropped: list[int] = []
+        if processed and oldest.num_departed != queues.num_departed:
+            members = oldest.plan.batch.members
+            dropped = [members[i].seq_id for i in dropped_rows(queues, oldest)]
+        wanted = bool(queues.waiting) and self.want_prefill()
+        free_blocks = take_blocks(queues, count, newest.plan.free_blocks)
         clock.planned += count
-        clock.done = done + processed
+        clock.done += processed
         self.step += count
         self.decode_step += count
         in_flight.clear()
         if self.keep:
-            in_flight.append(newest.repeated(changes, count - 1, self.step - 1))
-        in_flight.append(newest.repeated(changes, count, self.step))
+            before = InFlightStep(newest.plan, newest.seqs, queues.num_departed)
+            before.number = self.step - 1
+            in_flight.append(before)
+        newest.number = self.step
+        in_flight.append(newest)
+        num_wanting = self._wanting_steps(count, free_blocks) if wanted else 0
         return Advance(
-            count, processed, tuple([members[i].seq_id for i in dropped]), tuple(turns.free),
-            tuple(turns.wants), tuple(turns.departures), len(queues.waiting), n_running,
+            count, processed, tuple(dropped), free_blocks, queues.slots.num_free,
+            len(queues.waiting), len(queues.running), num_wanting,
         )  # fmt: skip
+
+    def _wanting_steps(self, count: int, free_blocks: tuple[tuple[int, int], ...]) -> int:
+        """In how many of `count` repetitions a prefill is wanted: what they take may end it."""
+        queues = self.queues
+        if self._evicts or queues.waiting[0].block_table:
+            return count
+        above = [step for step, free in free_blocks if queues.blocks.usage_at(free) > WATERMARK]
+        return min(above, default=count)
 
     def check_integrity(self) -> None:
         """Assert the invariants that hold between engine steps."""

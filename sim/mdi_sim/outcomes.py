@@ -11,10 +11,9 @@ from heapq import heappop, heappush
 
 from mdi_shared.clock import FAR
 from mdi_shared.config import SchedulerConfig
-from mdi_shared.plan import Batch, StepItem, StepOutcome, StepPlan, StepResult
+from mdi_shared.plan import StepItem, StepOutcome, StepPlan, StepResult
 from mdi_shared.request import Request
 
-ALL_PLAIN = StepResult()  # of a decode step that ends nobody
 _MASK = (1 << 64) - 1
 
 
@@ -90,18 +89,15 @@ class Outcomes:
             return FAR
         return self._shifts[0] - plan.shift + 1 + self.config.enable_zos
 
-    def result(self, plan: StepPlan, shift: int, batch: Batch) -> StepResult:
-        """Make the result of `plan`, or of its repetition that has this `shift` and `batch`."""
-        if plan.is_prefill and not (self.stops or self.needs_lengths):
-            whole = ((self._plain,),) * (len(batch.members) - plan.is_partial)
-            return StepResult((*whole, ()) if plan.is_partial else whole)
+    def result(self, plan: StepPlan, shift: int) -> StepResult:
+        """Make the result of `plan`, or of that of its repetitions that has this `shift`."""
         if plan.is_prefill or self.needs_lengths:
             return StepResult(tuple([self._tokens(plan, item) for item in plan.items]))
         last = self._at_shift.get(shift)
         if not last:
-            return ALL_PLAIN
+            return StepResult()
         eos, plain = self.config.eos_token_id, self._plain
-        return StepResult(tuple([(eos if i in last else plain,) for i in batch.seq_ids]))
+        return StepResult(tuple([(eos if i in last else plain,) for i in plan.seq_ids]))
 
     @property
     def _plain(self) -> int:

@@ -6,12 +6,12 @@ record says they did. Whatever differs then is a decision, not a duration.
 Read next: `driver.py` (the driver with modelled times), `mdi_traces/check.py`.
 """
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
 import numpy as np
 import pyarrow as pa
+import simpy
 from numpy.typing import NDArray
 
 from mdi_shared.chunking import ChunkPolicy, TokenBudget, make_policy
@@ -27,10 +27,9 @@ from mdi_shared.policies import NO_POLICY, Policy
 from mdi_shared.request import Request
 from mdi_shared.run_description import RunDescription
 from mdi_shared.scheduler import Scheduler
-from mdi_sim.driver import InFlight, RankDriver
+from mdi_sim.driver import InFlight, RankDriver, Waits
 from mdi_sim.group import Group
 from mdi_sim.outcomes import Outcomes
-from mdi_sim.stretch import Timeline
 from mdi_sim.workload import Workload
 from mdi_traces.columns import codes, ints, numbers
 from mdi_traces.recorder import NOT_YET, Launches, RankRecorder
@@ -65,11 +64,12 @@ def replay_recorded(
         for _ in range(ranks)
     ]  # fmt: skip
     sources, _ = workload.sources(schedulers)
-    timeline = Timeline(ranks)
+    env = simpy.Environment()
+    group = Group(env, ranks)
     drivers = [
         _RecordedDriver(
             rank,
-            size=ranks,
+            group=group,
             scheduler=schedulers[rank],
             source=sources[rank],
             outcomes=Outcomes(config=config, seed=0, accept_rate=0.0),
@@ -82,7 +82,8 @@ def replay_recorded(
     ]
     for driver in drivers:
         driver.follow(recorded)
-    Group(drivers, timeline).run()
+        env.process(driver.run())
+    env.run()
     for driver in drivers:
         queues = driver.scheduler.queues
         left = (queues.blocks.num_free, queues.slots.num_free)
@@ -199,7 +200,6 @@ class _RecordedDriver(RankDriver):
             if reason >= 0 and labels[reason] == "abort"
         )
         self._landed_steps = 0
-        self._starts: deque[int] = deque()  # of steps in flight
         if self.scheduler.config.num_draft_tokens:
             found, logs = _acceptances(recorded, self.rank), self.recorder.requests
             self.outcomes.accepted = lambda step, seq_id: found.get((step, logs[seq_id].row), 0)
@@ -208,31 +208,38 @@ class _RecordedDriver(RankDriver):
         times = self._times[name]
         return times[index] if index < len(times) else _NEVER
 
-    def look(self) -> News:
+    def _catch_up(self) -> Waits:
+        self._wait_for_poll()
+        return (yield from super()._catch_up())
+
+    def _wait_for_poll(self) -> None:
         due = self._at("t_sched", self.scheduler.step)
         if due < _NEVER:
             self.now = max(self.now, due)
-        news = super().look()
-        following = self._at("t_sched", self.scheduler.step + 1)
-        aborts = [name for end, name in self._aborts if end < following]
-        self._aborts = self._aborts[len(aborts) :]
-        return news._replace(aborts=tuple(aborts))
 
-    def _launch(self, effect: Launch) -> int:
+    def _poll(self) -> News:
+        self._wait_for_poll()
+        news = super()._poll()
+        following = self._at("t_sched", self.scheduler.step + 1)
+        due = [name for end, name in self._aborts if end < following]
+        self._aborts = self._aborts[len(due) :]
+        return news._replace(aborts=tuple(due))
+
+    def _launch(self, effect: Launch) -> Waits:
         plan, index = effect.plan, effect.plan.step - 1
         self.outcomes.planned(plan)
         planned = self.now
         self.now = max(planned, min(self._at("t_launch", index), _NEVER - 1))
         start, end = self._at("t_dev_start", index), self._at("t_dev_end", index)
-        self._in_flight.append(InFlight(plan, plan.shift, plan.batch, end, 0))
+        self._in_flight.append(InFlight(plan, plan.shift, start, end, 0))
         times = Launches(self.poll_ns, planned, self.now, 0, end - start)
         self.recorder.launched(plan, step_work(self.shape, plan), times)
-        self._starts.append(start)
         return 1
+        yield  # a process, as the simulator's
 
     def _await_step(self) -> StepResult:
         step = self._in_flight.popleft()
         self.now = max(self.now, self._at("t_done", self._landed_steps))
         self._landed_steps += 1
-        self.recorder.landed_one(self._starts.popleft(), step.end_ns, self.now, 0)
-        return self.outcomes.result(step.plan, step.shift, step.batch)
+        self.recorder.landed_one(step.start_ns, step.end_ns, self.now, 0)
+        return self.outcomes.result(step.plan, step.shift)

@@ -5,9 +5,11 @@ Same trace, options and seed: equal bytes. The run's tables have the schema a re
 Read next: `driver.py` (one rank), `group.py` (ranks together), `mdi_shared/loop.py` (the policy).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Unpack
+
+import simpy
 
 from mdi_shared.chunking import ChunkPolicy, make_policy
 from mdi_shared.cost.step_cost import StepCost
@@ -18,7 +20,7 @@ from mdi_shared.scheduler import Scheduler
 from mdi_sim.driver import RankDriver, TimeIsUp
 from mdi_sim.group import Group
 from mdi_sim.outcomes import Outcomes
-from mdi_sim.stretch import NEVER, Timeline
+from mdi_sim.stretch import NEVER
 from mdi_sim.workload import Workload
 from mdi_traces.hints import with_predictions
 from mdi_traces.prefixes import GRAIN, with_prefix_ids
@@ -59,9 +61,10 @@ def simulate(
     config.require_pool_fits()
     trace, shares = _prepared(trace, run), config.enable_prefix_cache
     workload = Workload(trace, run.ranks, run.new_placement(), has_prefixes=shares)
-    until_ns = NEVER if until_s is None else int(until_s * 1e9)
-    timeline = Timeline(
-        run.ranks, getattr(cost, "group", None), keep=int(config.enable_zos), until_ns=until_ns,
+    env = simpy.Environment()
+    group = Group(
+        env, run.ranks, getattr(cost, "group", None),
+        until_ns=NEVER if until_s is None else int(until_s * 1e9),
         # Who is placed by what is seen now must be seen now, whatever is certain to come.
         looks_cost=workload.watches or cost.host.ingress_ns_per_token > 0,
     )  # fmt: skip
@@ -70,18 +73,18 @@ def simulate(
     sources, front = workload.sources(schedulers)
     drivers = [
         RankDriver(
-            rank, size=run.ranks, scheduler=schedulers[rank], source=source,
+            rank, group=group, scheduler=schedulers[rank], source=source,
             outcomes=Outcomes(config=config, seed=run.seed, accept_rate=run.draft_accept_rate),
-            recorder=RankRecorder(
-                rank, drafting=config.num_draft_tokens > 0, shared=timeline.columns
-            ),
-            request_of=workload.request, shape=run.shape, cost=cost, until_ns=until_ns,
+            recorder=RankRecorder(rank, drafting=config.num_draft_tokens > 0),
+            request_of=workload.request, shape=run.shape, cost=cost,
             fast_forward=fast_forward, on_progress=on_progress,
         )
         for rank, source in enumerate(sources)
     ]  # fmt: skip
+    for driver in drivers:
+        env.process(driver.run())
     try:
-        reason, end_ns = _run(Group(drivers, timeline), until_s)
+        reason, end_ns = _run(env, drivers, until_s)
     except OverflowError as error:
         raise ConfigError("cost", type(cost).__name__, "takes the run beyond 292 years, the most "
                           "that 64-bit nanoseconds hold") from error  # fmt: skip
@@ -114,14 +117,16 @@ def _scheduler(run: RunDescription, chunks: ChunkPolicy) -> Scheduler:
     return Scheduler(run.scheduler, chunks, run.new_policy(), hit_margin=margin)
 
 
-def _run(group: Group, until_s: float | None) -> tuple[str, int]:
+def _run(
+    env: simpy.Environment, drivers: Sequence[RankDriver], until_s: float | None
+) -> tuple[str, int]:
     """Run to the end; return why what is open then is open, and when the end was, ns."""
     try:
-        group.run()
+        env.run()
     except TimeIsUp:
         assert until_s is not None, "there is a limit to reach"
         return f"time limit of {until_s:g} s", int(until_s * 1e9)
-    return RAN_DRY, max(driver.now for driver in group.drivers)
+    return RAN_DRY, max(driver.now for driver in drivers)
 
 
 def _metadata(trace: RequestTrace, run: RunDescription) -> Metadata:

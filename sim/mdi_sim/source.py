@@ -62,11 +62,6 @@ class Source:
         """When the next row falls due that is not due yet; NEVER when nothing is known to come."""
         return self._heap[0][0] if self._heap else NEVER
 
-    @property
-    def has_later_turns(self) -> bool:
-        """Say whether turns follow when requests of this rank have ended."""
-        return bool(self._arrivals.follows)
-
     def not_arrived(self, now_ns: int) -> list[int]:
         """Return the rows that arrive later than now, turns whose predecessor goes on included."""
         later = [row for time, row in self._heap if time > now_ns]
@@ -134,10 +129,6 @@ class PlacedSource(Source):
     def next_ns(self) -> int:
         """When this rank may get the next row: any rank's arrival may be placed here."""
         return min(super().next_ns(), self._front.next_ns())
-
-    @property
-    def has_later_turns(self) -> bool:
-        return self._front.has_later_turns
 
     def ended(self, row: int, now_ns: int) -> None:
         self._front.ended(row, now_ns)

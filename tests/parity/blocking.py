@@ -161,7 +161,7 @@ class BlockingRank:
         ]
         self.now = max(self.now, end) + process
         self.recorder.landed_one(start, end, self.now, process)
-        return self.outcomes.result(plan, plan.shift, plan.batch)
+        return self.outcomes.result(plan, plan.shift)
 
     def report(self, report):
         if self.outcomes.needs_lengths and report.outcome is not None:

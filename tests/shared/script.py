@@ -19,6 +19,7 @@ from mdi_shared.loop import (
     serve,
 )
 from mdi_shared.plan import Ending, StepItem, StepPlan, StepResult
+from mdi_shared.repeat import common_repeats
 from mdi_shared.request import Request
 from mdi_shared.scheduler import Scheduler
 from mdi_shared.vote import decide
@@ -48,8 +49,7 @@ class Turn:
 
     plan: StepPlan
     names: dict[int, str]
-    taken: int = 1  # steps taken at once
-    ids: list[tuple[int, ...]] = field(default_factory=list)  # the members of each
+    taken: int = 1  # steps of this batch taken at once
     reports: list[Report] = field(default_factory=list)
     free_after: int = -1
     state: dict[str, str] = field(default_factory=dict)
@@ -88,8 +88,6 @@ def endings(reports: list[Report]) -> list[Ending]:
     out: list[Ending] = []
     for report in reports:
         out += report.ended
-        for departure in report.advance.departures if report.advance is not None else ():
-            out += departure.ended
         out += report.outcome.ended if report.outcome is not None else ()
     return out
 
@@ -108,8 +106,7 @@ class ScriptedRank:
         self.output_len: dict[str, int] = {}
         self.repeat = repeat  # most steps taken per launch
         self.tables: dict[int, list[int]] = {}  # of blocks, by sequence id
-        self.flights: deque[tuple[StepPlan, int, tuple[int, ...]]] = deque()
-        self.limits: dict[str, int] = {}  # of output tokens, by length
+        self.flights: deque[tuple[StepPlan, int]] = deque()
         self.names: dict[int, str] = {}
         self.arrived_ns: dict[str, int] = {}
         self.turns: list[Turn] = []
@@ -161,18 +158,15 @@ class ScriptedRank:
 
     def _launch(self, effect: Launch) -> int:
         taken = min(self.repeat, self._certain(effect))
-        ids = [effect.plan.seq_ids] * taken
-        for change in effect.horizon.outlook.until(taken - 1):
-            ids[change.turn :] = [change.batch.seq_ids] * (taken - change.turn)
-        self.flights += [(effect.plan, shift, ids[shift]) for shift in range(taken)]
+        for shift in range(taken):
+            self.flights.append((effect.plan, shift))
         while taken > 1 and len(self.flights) > 1 + self.scheduler.config.enable_zos:
-            # Processed with the next one, whose tokens depend on it. Rows of the ended drop.
-            for seq_id in set(self.flights.popleft()[2]) & set(effect.plan.seq_ids):
-                name = self.names[seq_id]
-                self.output_len[name] = min(self.output_len[name] + 1, self.limits[name])
+            self.flights.popleft()  # processed with the next one, whose tokens depend on it
+            for seq_id in effect.plan.seq_ids:
+                self.output_len[self.names[seq_id]] += 1
         if self.repeat == 1:
             self._keep_tables(effect.plan)
-        self.turns.append(Turn(effect.plan, self.names, taken=taken, ids=ids))
+        self.turns.append(Turn(effect.plan, self.names, taken=taken))
         return taken
 
     def _keep_tables(self, plan: StepPlan) -> None:
@@ -188,9 +182,7 @@ class ScriptedRank:
         """How many steps a driver that knows the script may take at once."""
         step = effect.plan.step
         coming = [key - step for key in self.script if key > step]
-        steps, to_vote, _, has_waiting, is_idle, _ = effect.horizon
-        repeats = 1 if is_idle else min(steps, to_vote)
-        if_quiet = repeats if has_waiting or is_idle else steps
+        repeats, if_quiet = common_repeats([effect.horizon])
         most = max(repeats, min([if_quiet, *coming])) if coming else if_quiet
         aborts = [
             key - step
@@ -211,8 +203,6 @@ class ScriptedRank:
         for request in requests:
             self.names[len(self.names)] = request.req_id
             self.arrived_ns[request.req_id] = request.arrived_ns
-            room = self.scheduler.config.max_model_len + 1 - request.prompt_len
-            self.limits[request.req_id] = min(request.max_tokens, room)
         aborts = tuple(e for e in entries if isinstance(e, str))
         return News(requests, aborts, self.scheduler.step * STEP_NS)
 
@@ -226,9 +216,8 @@ class ScriptedRank:
         for ending in endings([report]):
             assert ending.output_len == self.output_len.get(self.names[ending.seq_id], 0)
 
-    def _result(self, plan: StepPlan, shift: int, ids: tuple[int, ...]) -> StepResult:
-        items = [item for item in plan.items if item.seq_id in ids]
-        return StepResult(tuple(self._tokens(plan, item, shift) for item in items))
+    def _result(self, plan: StepPlan, shift: int) -> StepResult:
+        return StepResult(tuple(self._tokens(plan, item, shift) for item in plan.items))
 
     def _tokens(self, plan: StepPlan, item: StepItem, shift: int) -> tuple[int, ...]:
         if not item.is_last_chunk:

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from mdi_shared.errors import TraceError
 from mdi_traces.saving import atomic_file
@@ -57,8 +59,6 @@ def write_parquet(
     `read_content`. Raises `TraceError` when the columns differ from the schema, `SaveError` when
     the file cannot be written.
     """
-    import pyarrow.parquet as pq  # slow to load, and a simulation may need none
-
     schema = SCHEMAS[metadata.table].with_metadata({METADATA_KEY: metadata.to_json().encode()})
     pieces = [table] if isinstance(table, pa.Table) else table
     with atomic_file(path) as file:
@@ -134,8 +134,6 @@ def unguarded(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Return CSV cells without the apostrophe that keeps a spreadsheet from running them."""
     if not pa.types.is_string(column.type):
         return column
-    import pyarrow.compute as pc  # slow to load, and seldom needed
-
     return pc.replace_substring_regex(column, f"^'({_FORMULA.pattern})", r"\1")
 
 
@@ -179,8 +177,6 @@ def read_content(path: str | os.PathLike[str]) -> str | None:
 
     Only the end of the file is read. Raises `TraceError` when it cannot be.
     """
-    import pyarrow.parquet as pq
-
     require_file(path)
     try:
         content = (pq.read_metadata(path).metadata or {}).get(CONTENT_KEY)
@@ -194,8 +190,6 @@ def parse_parquet(file: str, raw: bytes) -> pa.Table:
 
     Seal and page checksums are verified, where there are any, and no column name may come twice.
     """
-    import pyarrow.parquet as pq
-
     _require_seal(file, raw)
     try:
         with pq.ParquetFile(pa.py_buffer(raw), page_checksum_verification=True) as parquet:

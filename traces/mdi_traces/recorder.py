@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from mdi_shared.cost.work import StepWork
 from mdi_shared.loop import Report
-from mdi_shared.plan import STEP_KINDS, Advance, Departure, Ending, Member, StepOutcome, StepPlan
+from mdi_shared.plan import STEP_KINDS, Advance, Ending, Member, StepOutcome, StepPlan
 from mdi_shared.vote import ALL, ANY, NONE
 
 VOTES = (NONE, ALL, ANY)
@@ -29,7 +29,8 @@ class Launches(NamedTuple):
     The loop looked for arrivals, a plan was made, the step was handed over; `wait_ns` of the time
     between went into waiting for other ranks; `pred_ns` is the predicted device time, NOT_YET =
     none. A later look comes when the oldest step in flight was processed (`has_oldest`: already in
-    the first turn); then the ranks meet.
+    the first turn), the plan `schedule_ns` after the ranks have met then, and the launch
+    `launch_ns` after it.
     """
 
     t_sched: int
@@ -37,6 +38,8 @@ class Launches(NamedTuple):
     t_launch: int
     wait_ns: int
     pred_ns: int
+    schedule_ns: int = 0
+    launch_ns: int = 0
     has_oldest: bool = True
 
 
@@ -45,19 +48,15 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "stretches": (
         "row", "kind", "step", "decode_step", "vote", "want", "n_items", "rows_each",
         "n_tokens_padded", "n_chunked", "n_finished", "n_ignored", "n_preempted", "target_ns",
-        "shift", "free_blocks", "free_slots", "n_restored", "n_saved", *Launches._fields,
+        "shift", "free_blocks", "free_slots", "n_restored", "n_saved",
+        *Launches._fields, "n_wanting",
     ),
-    # What repetitions change, from this row on; `n_finished` at this row alone.
-    "wants": ("row", "want"),
-    "paces": ("row", "schedule_ns", "launch_ns"),  # from where the ranks have met, of repetitions
-    "departures": ("row", "n_items", "n_finished"),
     "prompts": ("row", "seq_id", "q", "k"),
     "works": ("row", *StepWork._fields),  # of steps that do not have one row per sequence
     # A running sequence takes part in decode steps from `first` up to `stop`, counted from 0.
     "stays": ("first", "stop", *Member._fields),
-    "pools": ("row", "free_blocks", "free_slots"),
-    "waiting": ("row", "n_waiting"),
-    "running": ("row", "n_running"),
+    "pools": ("row", "free_blocks", "free_slots"),  # from this row of a stretch on
+    "queues": ("row", "n_waiting", "n_running"),  # likewise
     "dropped": ("row", "seq_id"),
     "accepted": ("row", "seq_id", "drafts"),
     "hosts": ("ingress_ns", "t_enqueued"),  # at launch; of a real run only
@@ -65,7 +64,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType({
 POOL_FIELDS = ("free_blocks", "free_slots")
 # What a step has of its own, an array each.
 LANDING_FIELDS = ("t_dev_start", "t_dev_end", "t_done", "process_ns")
-GROUP_FIELDS = ("met_ns", "own_ns")  # of groups only; `own_ns` has an entry per step and rank
+MEETING_FIELDS = ("met_ns", "pred_ns")  # of all but the first of a stretch; of groups only
 MEASURED_FIELDS = ("sample_ns", "graph_size", "moe_imbalance")  # by a real device
 REQUEST_FIELDS = (
     "rank", "t_first_sched", "t_first_token", "t_finish", "output_len",
@@ -95,14 +94,10 @@ class RankRecorder:
     """Records the steps and requests of one rank, in the order the driver meets them.
 
     Steps are launched and land in the same order. Calls: `submitted` per request, `launched` per
-    stretch, `landed` once results are processed, `reported` per report of the loop. `shared` are
-    columns that whoever runs the steps keeps for all ranks, by name.
+    stretch, `landed` once results are processed, `reported` per report of the loop.
     """
 
-    def __init__(
-        self, rank: int, *, drafting: bool = False,
-        shared: "Mapping[str, array[int]] | None" = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, rank: int, *, drafting: bool = False) -> None:
         self.rank = rank
         self.drafting = drafting  # decode steps may yield more than one token
         self.requests: list[RequestLog] = []  # by sequence id
@@ -110,8 +105,7 @@ class RankRecorder:
         self.num_processed = 0
         self.final_pool: tuple[int, int] | None = None
         self.entries = {name: array("q") for name in FIELDS}
-        self.columns = {name: array("q") for name in (*LANDING_FIELDS, *GROUP_FIELDS)}
-        self.columns.update(shared or {})
+        self.columns = {name: array("q") for name in (*LANDING_FIELDS, *MEETING_FIELDS)}
         self._landing = [self.columns[name] for name in LANDING_FIELDS]
         self.measured = array("d")  # by `MEASURED_FIELDS`; empty in a simulated run
         self._num_decodes = 0
@@ -128,12 +122,11 @@ class RankRecorder:
 
     def launched(
         self, plan: StepPlan, work: StepWork | None, times: Launches, count: int = 1,
-        paces: Sequence[tuple[int, int, int]] = (),
+        meetings: Sequence[Sequence[int]] = (),
     ) -> None:  # fmt: skip
         """Note a planned step and its repetitions, `count` steps in all.
 
-        `work` may be None for a step of one row per sequence. `paces` say what planning and
-        launching repetitions take, from the one on that each names first.
+        `work` may be None for a step of one row per sequence. `meetings` are `MEETING_FIELDS`.
         """
         entries, row, size = self.entries, self.num_launched, len(plan.batch.members)
         restored = sum(copy.to_slot for copy in plan.copies)
@@ -141,12 +134,9 @@ class RankRecorder:
             row, _KIND_CODES[plan.kind], plan.step, plan.decode_step, _VOTE_CODES[plan.vote],
             plan.want, size, plan.rows_each, plan.num_batched_tokens, plan.is_partial,
             len(plan.finished), len(plan.ignored), len(plan.preempted), plan.target_ns, plan.shift,
-            plan.free_blocks, plan.free_slots, restored, len(plan.copies) - restored, *times,
+            plan.free_blocks, plan.free_slots, restored, len(plan.copies) - restored, *times, 0,
         ))  # fmt: skip
         self.num_launched += count
-        if count > 1:
-            for first, schedule_ns, launch_ns in paces:
-                entries["paces"].extend((row + first, schedule_ns, launch_ns))
         for seq_id in plan.preempted:
             self.requests[seq_id].n_preempt += 1
         self._note_hits(plan)
@@ -159,6 +149,8 @@ class RankRecorder:
             assert work is not None, "these rows are counted when they are launched"
             entries["works"].append(row)
             entries["works"].extend(work)
+        for name, values in zip(MEETING_FIELDS, meetings, strict=False):
+            self.columns[name].extend(values)
 
     def hosted(self, ingress_ns: int, enqueued_ns: int) -> None:
         """Note a real launch: the newest arrival's wait (NOT_YET = none), and when it was done."""
@@ -168,13 +160,13 @@ class RankRecorder:
         """Note what a real device measured in the oldest step in flight; see `MEASURED_FIELDS`."""
         self.measured.extend((sample_ns, graph_size, moe_imbalance))
 
-    def landed(self, done_ns: Sequence[int], process_ns: Sequence[int]) -> None:
-        """Note when the oldest steps in flight were processed; when they ran is shared."""
-        self.columns["t_done"].extend(done_ns)
-        self.columns["process_ns"].extend(process_ns)
+    def landed(self, *times: Sequence[int]) -> None:
+        """Note when the oldest steps in flight ran and were processed; see `LANDING_FIELDS`."""
+        for column, values in zip(self._landing, times, strict=True):
+            column.extend(values)
 
     def landed_one(self, *times: int) -> None:
-        """Note of the oldest step alone when it ran, too; see `LANDING_FIELDS`."""
+        """Note it of the oldest step alone."""
         for column, value in zip(self._landing, times, strict=True):
             column.append(value)
 
@@ -204,54 +196,30 @@ class RankRecorder:
         self.final_pool = pool
 
     def _note_stays(self, plan: StepPlan) -> None:
-        for seq_id in plan.left:
-            self._note_left(seq_id, self._num_decodes)
         stays = self.entries["stays"]
+        for seq_id in plan.left:
+            stays[self._stay_of.pop(seq_id) + 1] = self._num_decodes
         for member in plan.joined:
             self._stay_of[member.seq_id] = len(stays)
             stays.extend((self._num_decodes, NOT_YET, *member))
 
-    def _note_left(self, seq_id: int, stop: int) -> None:
-        self.entries["stays"][self._stay_of.pop(seq_id) + 1] = stop
-
     def _note_advance(self, advance: Advance, due: Sequence[tuple[int, int]]) -> None:
-        entries, row, n_running = self.entries, self.num_processed, advance.n_running
-        first = self.num_launched - advance.repetitions - 1  # the repeated step itself
-        processed_at = row - (advance.repetitions - advance.processed)  # of turn 0
+        entries, row = self.entries, self.num_processed
         for seq_id in advance.dropped:
             entries["dropped"].extend((row, seq_id))
         if advance.processed:
-            entries["waiting"].extend((row, advance.n_waiting))
-            entries["running"].extend((row, n_running))
+            entries["queues"].extend((row, advance.n_waiting, advance.n_running))
             self.num_processed += advance.processed
         for index, count in due:
             if index < advance.processed:
-                entries["waiting"].extend((row + index, advance.n_waiting + count))
-        for step, *free in advance.free:
-            entries["pools"].extend((first + step, *free))
-        for step, want in advance.wants:
-            entries["wants"].extend((first + step, want))
-        for departure in advance.departures:
-            turn, done = departure.repetition, processed_at + departure.repetition
-            n_running -= len(departure.finished)
-            if done < self.num_processed:
-                entries["running"].extend((done, n_running))
-            self._note_departure(departure, first + turn, done)
-            for ending in departure.ended:
-                self._note_left(ending.seq_id, self._num_decodes - advance.repetitions - 1 + turn)
-
-    def _note_departure(self, departure: Departure, row: int, done: int) -> None:
-        """Note who left the batch in step `row`, in whose turn step `done` is processed.
-
-        Their last token was processed in the turn before, and what was in flight then is dropped.
-        """
-        entries = self.entries
-        entries["departures"].extend((row, departure.num_left, len(departure.finished)))
-        now_ns = self.columns["t_done"][done - 1]
-        for ending in departure.ended:
-            self._note_end(ending, now_ns)
-            if done < row and done < self.num_processed:
-                entries["dropped"].extend((done, ending.seq_id))
+                entries["queues"].extend(
+                    (row + index, advance.n_waiting + count, advance.n_running)
+                )
+        first = self.num_launched - advance.repetitions - 1
+        for step, free_blocks in advance.free_blocks:
+            entries["pools"].extend((first + step, free_blocks, advance.free_slots))
+        if advance.num_wanting:
+            entries["stretches"][-1] = advance.num_wanting
 
     def _note_outcome(self, outcome: StepOutcome, now_ns: int, due: int) -> None:
         entries, row = self.entries, self.num_processed
@@ -263,8 +231,7 @@ class RankRecorder:
             for seq_id, tokens in zip(outcome.seq_ids, outcome.tokens, strict=True):
                 if len(tokens) > 1:
                     entries["accepted"].extend((row, seq_id, len(tokens) - 1))
-        entries["waiting"].extend((row, outcome.n_waiting + due))
-        entries["running"].extend((row, outcome.n_running))
+        entries["queues"].extend((row, outcome.n_waiting + due, outcome.n_running))
         self.num_processed += 1
 
     def _note_hits(self, plan: StepPlan) -> None:
@@ -287,7 +254,7 @@ class RankRecorder:
                 log.n_recomputed_tokens += q
 
     def _note_first_tokens(self, outcome: StepOutcome, now_ns: int) -> None:
-        for (_, _, seq_id, _), tokens in zip(outcome.batch.members, outcome.tokens, strict=True):
+        for seq_id, tokens in zip(outcome.seq_ids, outcome.tokens, strict=True):
             log = self.requests[seq_id]
             if tokens and log.t_first_token == NOT_YET:
                 log.t_first_token = now_ns

@@ -40,12 +40,8 @@ class RankSteps:
         self.entries: dict[str, dict[str, Ints]] = {
             name: _fields(recorder.entries[name], names) for name, names in FIELDS.items()
         }
-        # Of a group, `own_ns` holds an entry per rank for each step.
-        ranks = len(recorder.columns["own_ns"]) // max(len(recorder.columns["met_ns"]), 1)
-        own = {"own_ns": slice(self.rank, None, ranks)} if ranks > 1 else {}
         self.columns = {
-            name: np.array(np.frombuffer(values, dtype=np.int64)[own.get(name, slice(None))])
-            for name, values in recorder.columns.items()
+            name: np.array(values, dtype=np.int64) for name, values in recorder.columns.items()
         }
         measured = np.array(recorder.measured).reshape(-1, len(MEASURED_FIELDS))[: self.rows]
         nothing = np.broadcast_to((0.0, 0.0, float("nan")), (self.rows, len(MEASURED_FIELDS)))
@@ -54,13 +50,12 @@ class RankSteps:
         begins = self.entries["stretches"]["row"]
         self.stretch_of = np.searchsorted(begins, rows, side="right") - 1
         self.repetition = rows - begins[self.stretch_of]
-        self.num_items = self.changed("departures", "n_items")
 
     def part(self, first: int, stop: int) -> "RankSteps":
         """Return the same with no other step rows than these; its items are those of the whole."""
         self.decode_rows, self._decode_shift, self.stays  # noqa: B018 - made of the whole
         part = copy(self)
-        for name in ("measured", "stretch_of", "repetition", "num_items"):
+        for name in ("measured", "stretch_of", "repetition"):
             setattr(part, name, getattr(self, name)[first:stop])
         part.first, part.rows = first, stop - first
         return part
@@ -79,16 +74,14 @@ class RankSteps:
         """The engine's step numbers."""
         return self.per_step("step") + self.repetition
 
-    def since(self, entry: str, name: str) -> Ints:
-        """A value that holds from the row on where it is noted, for each step; 0 if nowhere."""
-        noted = self.entries[entry]
-        if not len(noted["row"]):
-            return np.zeros(self.rows, dtype=np.int64)
+    def queue(self, name: str) -> Ints:
+        """The length of a queue after each step; it is noted when it changes."""
+        noted = self.entries["queues"]
         return noted[name][np.searchsorted(noted["row"], self.all_rows, side="right") - 1]
 
-    def changed(self, entry: str, name: str) -> Ints:
-        """A field of stretches for each step, as repetitions changed it: noted where they did."""
-        noted, stretches = self.entries[entry], self.entries["stretches"]
+    def pool(self, name: str) -> Ints:
+        """What was left of a pool after planning each step; noted when repetitions change it."""
+        noted, stretches = self.entries["pools"], self.entries["stretches"]
         rows = np.concatenate((stretches["row"], noted["row"]))
         order = np.argsort(rows, kind="stable")
         at = np.searchsorted(rows[order], self.all_rows, side="right") - 1
@@ -108,17 +101,21 @@ class RankSteps:
         looks = np.where(at_launch, begins("t_launch"), looks)
         sched = np.where(first, begins("t_sched"), looks)
         device = out["t_dev_end"] - out["t_dev_start"]
-        met, pred = sched, np.where(first, begins("pred_ns"), device)
+        met, pred = sched.copy(), np.where(first, begins("pred_ns"), device)
         if len(self.columns["met_ns"]):
-            met = np.where(first, sched, self.columns["met_ns"][self.all_rows])
-            pred = self.columns["own_ns"][self.all_rows]
-        schedule, launch = (self.since("paces", name) for name in ("schedule_ns", "launch_ns"))
-        planned = np.where(first, begins("t_planned"), met + schedule)
+            later = np.flatnonzero(~first)
+            # Each stretch has an entry less than steps; those before this part are skipped.
+            skipped = self.first - int(
+                np.searchsorted(self.entries["stretches"]["row"], self.first)
+            )
+            for column, name in ((met, "met_ns"), (pred, "pred_ns")):
+                column[later] = self.columns[name][skipped : skipped + len(later)]
+        planned = np.where(first, begins("t_planned"), met + begins("schedule_ns"))
         ends = self.columns["t_dev_end"]
         free = np.where(self.all_rows > 0, ends[self.all_rows - 1], out["t_dev_start"])
         return {
             **out, "t_sched": sched, "t_planned": planned, "pred_ns": pred, "device_free": free,
-            "t_launch": np.where(first, begins("t_launch"), planned + launch),
+            "t_launch": np.where(first, begins("t_launch"), planned + begins("launch_ns")),
             "wait_ns": np.where(first, begins("wait_ns"), met - sched),
         }  # fmt: skip
 
@@ -156,7 +153,7 @@ class RankSteps:
 
     def portions(self) -> Iterator[tuple[int, int]]:
         """Yield ranges of rows with about `PORTION` items each and so many rows at most."""
-        ends = np.cumsum(self.num_items)
+        ends = np.cumsum(self.per_step("n_items"))
         first = 0
         while first < self.rows:
             before = int(ends[first - 1]) if first else 0
@@ -224,7 +221,7 @@ class RankSteps:
         seen = (noted["row"] >= self.first) & (noted["row"] < self.first + self.rows)
         for name, column in out.items():
             column[noted["row"][seen] - self.first] = noted[name][seen]
-        of_items = self.num_items
+        of_items = self.per_step("n_items")
         counted = self.is_kind(DECODE) & (self.per_step("rows_each") == 1)
         for first, stop in self.portions():
             here = slice(first - self.first, stop - self.first)

@@ -30,7 +30,7 @@ from mdi_traces.tokens import last_tokens, token_spans
 
 _MS = 1e6  # ns in a millisecond
 _NAN = float("nan")
-_PIECE_STEPS = 1 << 15  # rows of a step table made at a time
+_PIECE_STEPS = 1 << 17  # rows of a step table made at a time
 
 
 def build_run(
@@ -87,7 +87,8 @@ def _steps(rank: RankSteps, metadata: Metadata, config: SchedulerConfig, run_id:
     decoding, repetition = rank.is_kind(DECODE, IDLE_DECODE), rank.repetition
     decode_step = rank.per_step("decode_step") + np.where(decoding, repetition, 0)
     vote = _votes(rank, decode_step, config)
-    want = (rank.changed("wants", "want") == 1) & (vote != rec.VOTES.index(NONE))
+    wants = (vote != rec.VOTES.index(NONE)) & (repetition <= rank.per_step("n_wanting"))
+    want = np.where(repetition == 0, rank.per_step("want") == 1, wants)
     gpu_ms = (step["t_dev_end"] - step["t_dev_start"]) / _MS
     sample_ms = rank.measured[:, 0] / _MS
     rows, target = work["rows"], rank.per_step("target_ns", first_only=True)
@@ -95,14 +96,11 @@ def _steps(rank: RankSteps, metadata: Metadata, config: SchedulerConfig, run_id:
     prompt_rows = rank.counted("prompts", "q")
     values: dict[str, Any] = {
         **step, **work,  # most are stored under the names of their columns
-        **{name: rank.changed("pools", name) for name in rec.POOL_FIELDS},
-        "n_waiting": rank.since("waiting", "n_waiting"),
-        "n_running": rank.since("running", "n_running"),
+        **{name: rank.pool(name) for name in rec.POOL_FIELDS},
+        **{name: rank.queue(name) for name in ("n_waiting", "n_running")},
         "n_dropped": rank.counted("dropped"), "n_accepted": rank.counted("accepted", "drafts"),
         **{name: rank.per_step(name, first_only=True) for name in (
-            "n_chunked", "n_ignored", "n_preempted")},
-        "n_finished": rank.per_step("n_finished", first_only=True)
-        + rank.counted("departures", "n_finished"),
+            "n_chunked", "n_finished", "n_ignored", "n_preempted")},
         "run_id": run_id, "source": metadata.source,
         "step": rank.numbers(),
         "rank": rank.rank, "dp": rank.rank, "ep": rank.rank, "cp": 0,

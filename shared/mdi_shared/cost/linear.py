@@ -9,7 +9,7 @@ Read next: `work.py` (the features), `step_cost.py` (the protocol), `chunking.py
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from itertools import count, repeat
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -145,8 +145,6 @@ class LinearCost:
         """Yield `device_ns` of a decode batch's steps, without counting their pairs."""
         d, n = self.decode, work.num_seqs
         forward, slope, seqs = self._forward_ns(n), d.sum_k, d.n_seqs * n
-        if not slope:
-            return repeat(int(forward + seqs + 0.5) or 1)
         return (int(forward + slope * k + seqs + 0.5) or 1 for k in count(work.sum_k, n))
 
     def _base_ns(self, rows: int) -> float:
