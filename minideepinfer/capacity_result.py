@@ -13,24 +13,18 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from mdi_analysis.report import change, make_table, number, plain
 from mdi_shared.describe_run import RunOptions
-from mdi_shared.errors import require_int
 from mdi_shared.policies import Policy
 from mdi_shared.run_description import RunDescription
 from mdi_shared.served import Served
 from mdi_sim.executors import open_workers
-from mdi_sim.search.capacity import (
-    BY_RATE,
-    DEFAULT_TOLERANCE,
-    Capacity,
-    Search,
-    find_capacity,
-)
+from mdi_sim.search.capacity import BY_RATE, Capacity, Search, find_capacity
 from mdi_sim.search.lab import DEFAULT, Lab
 from mdi_sim.search.rows import Row, save_rows
+from mdi_sim.search.settings import DEFAULT_SEEDS, DEFAULT_TOLERANCE
 from mdi_sim.search.slo import parse_service_level
 from mdi_sim.search.statistics import Interval
 from mdi_sim.search.store import Store
-from minideepinfer.lab_result import DEFAULT_SEEDS, FOLDER, named_policies, named_traces
+from minideepinfer.lab_result import FOLDER, named_policies, named_traces, replicates
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -87,14 +81,10 @@ def capacity(
     `start` (left out: the trace's own rate), `load` and `tolerance` are those of
     `mdi_sim.search.capacity.find_capacity`, the other options those of `lab`. Raises as these do.
     """
-    if isinstance(seeds, int):
-        require_int("seeds", seeds, 1)
     named = named_traces([trace], Served(), requests) if isinstance(trace, str) else {"": trace}
     wanted = Lab(
-        traces=named,
-        policies=policies if isinstance(policies, Mapping) else named_policies(policies),
-        settings=settings or {DEFAULT: {}}, placements=tuple(placements),
-        seeds=range(seeds) if isinstance(seeds, int) else seeds, slo=parse_service_level(slo),
+        traces=named, policies=named_policies(policies), settings=settings or {DEFAULT: {}},
+        placements=tuple(placements), seeds=replicates(seeds), slo=parse_service_level(slo),
         base=description, options=options,
     )  # fmt: skip
     return search(

@@ -19,6 +19,7 @@ from mdi_shared.served import Served
 from mdi_sim.executors import open_workers
 from mdi_sim.search.lab import AS_RECORDED, DEFAULT, Lab, Planned, run_lab, served_under
 from mdi_sim.search.rows import FILE_NAME, Row, load_rows, rows_frame, save_rows
+from mdi_sim.search.settings import DEFAULT_SEEDS
 from mdi_sim.search.slo import parse_service_level
 from mdi_sim.search.statistics import Standing, paired_differences, ranking
 from mdi_sim.search.store import Store
@@ -26,7 +27,6 @@ from mdi_sim.search.store import Store
 if TYPE_CHECKING:
     import pandas as pd
 
-DEFAULT_SEEDS = 5
 FOLDER = "lab"
 FRONT = ("e2e_ms_mean", "e2e_ms_p99")  # mean against tail: what a size-based order gains and pays
 
@@ -61,7 +61,7 @@ class LabResult:
         front: tuple[str, str] = FRONT,
         shown: Sequence[str] = (),
     ) -> list[Standing]:
-        """Return the variants, best first; see `mdi_sim.search.statistics.ranking`."""  # fmt: skip
+        """Return the variants, best first; see `mdi_sim.search.statistics.ranking`."""
         return ranking(self.frame, measure or self.measure, front, self.baseline, shown)
 
     def differences(self, measure: str | None = None) -> "pd.DataFrame":
@@ -114,13 +114,10 @@ def lab(
     runs; a run that fails is a row with its `error`.
     """
     given = None if slo is None else parse_service_level(slo)
-    if isinstance(seeds, int):
-        require_int("seeds", seeds, 1)
     wanted = Lab(
         traces=named_traces(traces, Served(), requests),
-        policies=policies if isinstance(policies, Mapping) else named_policies(policies),
-        loads=[str(load) for load in loads], settings=settings or {DEFAULT: {}},
-        placements=tuple(placements), seeds=range(seeds) if isinstance(seeds, int) else seeds,
+        policies=named_policies(policies), loads=[str(load) for load in loads],
+        settings=settings or {DEFAULT: {}}, placements=tuple(placements), seeds=replicates(seeds),
         slo=given, base=description, options=options,
     )  # fmt: skip
     return perform(wanted, Path(out), jobs=jobs, cluster=cluster, on_run=on_run)
@@ -185,6 +182,14 @@ def named_traces(
     return found
 
 
+def replicates(seeds: int | Sequence[int]) -> Sequence[int]:
+    """Return the seeds, given as they are or as how many. Raises `ConfigError` for none."""
+    if not isinstance(seeds, int):
+        return seeds
+    require_int("seeds", seeds, 1)
+    return range(seeds)
+
+
 def check_traces(wanted: Lab) -> None:
     """Load each trace once under its loads, so that one that is broken is told before any run.
 
@@ -198,8 +203,12 @@ def check_traces(wanted: Lab) -> None:
             load_served(served_under(served, load), wanted.seeds[0])
 
 
-def named_policies(policies: Sequence[str]) -> dict[str, str | Policy]:
+def named_policies(
+    policies: Sequence[str] | Mapping[str, str | Policy],
+) -> Mapping[str, str | Policy]:
     """Return specifications by name. Raises `ConfigError` for one that is given twice."""
+    if isinstance(policies, Mapping):
+        return policies
     found: dict[str, str | Policy] = {policy: policy for policy in policies}
     if len(found) < len(policies):
         raise ConfigError("policies", list(policies), "one is given twice")

@@ -159,11 +159,11 @@ def timeline_chart(run: RunLike) -> Chart:
     """Sequences, memory and tokens over time, above each other on one time axis."""
     steps, span = run.steps, span_ns(run) or NO_SPAN
     sched, done = (floats(steps, "steps", name) for name in ("t_sched", "t_done"))
-    curves = [(f"n_{name}", name, floats(steps, "steps", f"n_{name}"), done, colour, "y")
+    curves = [(name, floats(steps, "steps", f"n_{name}"), done, colour, "y")
               for name, colour in (("waiting", ORANGE), ("running", BLUE))]  # fmt: skip
-    curves.append(("kv", "KV blocks in use", kv_occupancy(run), sched, GREEN, "y2"))
+    curves.append(("KV blocks in use", kv_occupancy(run), sched, GREEN, "y2"))
     data = []
-    for _, name, values, at, colour, axis in curves:
+    for name, values, at, colour, axis in curves:
         known = ~np.isnan(at) & ~np.isnan(values)
         if known.any():
             middle, mean, *_ = binned(at[known], values[known], bin_edges(span))

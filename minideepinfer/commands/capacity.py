@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from mdi_shared.errors import ConfigError
+from mdi_sim.search.settings import DEFAULT_TOLERANCE
 from minideepinfer.commands import options as o
 from minideepinfer.commands.declare import takes_options
 from minideepinfer.commands.files import require_folder
@@ -19,7 +20,6 @@ from minideepinfer.commands.lab import AXES, ExperimentOptions, described_lab
 from minideepinfer.commands.screen import progress, show_json, show_table, tell
 from minideepinfer.commands.values import num_jobs
 
-TOLERANCE = 0.02
 RUNS_OF_ONE = 9  # of one search, as a rule; for the bar only
 
 
@@ -40,8 +40,8 @@ class CapacityOptions(ExperimentOptions):
         help="Rate to begin with, per second (default: the trace's own).")] = None  # fmt: skip
     tolerance: Annotated[float, o.option(
         "--tolerance", metavar="X", panel=AXES,
-        help=f"How near the search of one seed comes, as a ratio (default: {TOLERANCE:g}).",
-    )] = TOLERANCE  # fmt: skip
+        help=f"How near the search of one seed comes, as a ratio (default: {DEFAULT_TOLERANCE:g}).",
+    )] = DEFAULT_TOLERANCE  # fmt: skip
 
 
 @takes_options(CapacityOptions)

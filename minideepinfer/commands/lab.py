@@ -15,14 +15,15 @@ import typer
 
 from mdi_shared.config import SchedulerConfig
 from mdi_shared.describe_run import RunOptions
-from mdi_shared.errors import ConfigError, require_int
+from mdi_shared.errors import ConfigError
 from mdi_shared.policies import NO_POLICY
 from mdi_shared.served import Served
+from mdi_sim.search.settings import DEFAULT_SEEDS
 from minideepinfer.commands import options as o
 from minideepinfer.commands.declare import FileOptions, scheduler_options, takes_options
 from minideepinfer.commands.describing import MEMORY
 from minideepinfer.commands.files import make_folder, require_folder, require_output
-from minideepinfer.commands.screen import progress, show_json, show_table, tell
+from minideepinfer.commands.screen import INTERRUPTED, progress, show_json, show_table, tell
 from minideepinfer.commands.values import num_jobs, parse_pairs
 
 if TYPE_CHECKING:
@@ -30,8 +31,7 @@ if TYPE_CHECKING:
     from minideepinfer.lab_result import LabResult
 
 AXES = "Axes"
-INTERRUPTED = 130
-FOLDER, DEFAULT_SEEDS = Path("lab"), 5
+FOLDER = Path("lab")
 OF_SETTING = {"cost": str | None, "hardware": str | None, "ranks": int, "ep": int,
               "draft_accept_rate": float, "until_s": float, **MEMORY}  # fmt: skip
 
@@ -161,11 +161,10 @@ def described_lab(
     """Return the lab that the options describe. Raises `ConfigError`."""
     from mdi_sim.search.lab import AS_RECORDED, DEFAULT, Lab
     from mdi_sim.search.slo import parse_service_level
-    from minideepinfer.lab_result import named_policies, named_traces
+    from minideepinfer.lab_result import named_policies, named_traces, replicates
 
     if not traces:
         raise ConfigError("traces", None, "name at least one: a workload preset or a trace file")
-    require_int("seeds", options.seeds, 1)
     shared = Served(
         format=options.format, limit=options.limit, sort=options.sort,
         closed_loop=options.closed_loop, max_prompt=options.max_prompt,
@@ -175,7 +174,7 @@ def described_lab(
         traces=named_traces(traces, shared, options.requests),
         policies=named_policies(options.policies or [NO_POLICY]), loads=loads or [AS_RECORDED],
         settings=_settings(options.settings) if options.settings else {DEFAULT: {}},
-        placements=options.placements or ["round_robin"], seeds=range(options.seeds),
+        placements=options.placements or ["round_robin"], seeds=replicates(options.seeds),
         slo=None if options.slo is None else parse_service_level(options.slo),
         base=options.base, options=_run_options(options),
     )  # fmt: skip

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 FILE_COLUMNS = 120  # width of tables that do not go to a terminal
 PROGRESS_UPDATES = 500
+INTERRUPTED = 130  # exit code of a search that Ctrl-C cut short and that shows what it has
 
 
 def tell(message: str) -> None:

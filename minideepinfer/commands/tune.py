@@ -26,7 +26,7 @@ from minideepinfer.commands.describing import (
 )
 from minideepinfer.commands.files import require_folder
 from minideepinfer.commands.results import parse_slo
-from minideepinfer.commands.screen import progress, show_json, show_table, tell
+from minideepinfer.commands.screen import INTERRUPTED, progress, show_json, show_table, tell
 from minideepinfer.commands.values import num_jobs
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from minideepinfer.tune_report import TuneReport
 
 GOAL = "Goal"
-INTERRUPTED = 130
 
 
 @dataclass(frozen=True, kw_only=True)

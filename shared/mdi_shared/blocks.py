@@ -49,7 +49,7 @@ class BlockPool:
         """Say whether `count` ids can be had; changes nothing. `fits(0)` is always OK."""
         if count >= self.num_total:
             return Fit.NEVER
-        return Fit.OK if len(self._free) >= count else Fit.LATER
+        return Fit.OK if self.num_free >= count else Fit.LATER
 
     def allocate(self, count: int = 1) -> list[int]:
         """Take `count` ids from the head; the caller has asked `fits` before."""

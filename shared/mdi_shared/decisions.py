@@ -14,7 +14,7 @@ from math import inf
 from operator import ne
 from typing import NoReturn, TypeVar
 
-from mdi_shared.errors import MiniDeepInferError, PolicyError
+from mdi_shared.errors import MiniDeepInferError, PolicyError, raised
 from mdi_shared.policies.base import SECOND, Key, Policy, View, shown
 from mdi_shared.queues import Queues
 from mdi_shared.request import Sequence
@@ -238,8 +238,7 @@ class Decisions:
         except MiniDeepInferError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a policy raises, one line names it
-            text = " ".join(str(error).split())
-            self._fail(hook, seq, f"raised {type(error).__name__}: {text}", error)
+            self._fail(hook, seq, raised(error), error)
 
     def _fail(
         self, hook: str, seq: Sequence | None, problem: str, cause: Exception | None = None

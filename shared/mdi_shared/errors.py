@@ -35,6 +35,16 @@ def _shown(value: object) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says; empty where it says nothing."""
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+def raised(error: BaseException) -> str:
+    """Say in one line what somebody else's code raised."""
+    return f"raised {type(error).__name__}: {' '.join(str(error).split())}"
+
+
 class ConfigError(MiniDeepInferError):
     """An option is unknown, out of range, or contradicts another one."""
 

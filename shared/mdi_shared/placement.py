@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 
 from mdi_shared.by_name import check_parameters, named, number
-from mdi_shared.errors import ConfigError, MiniDeepInferError, PlacementError
+from mdi_shared.errors import ConfigError, MiniDeepInferError, PlacementError, raised
 from mdi_shared.policies.prediction import hashed
 from mdi_shared.rank_view import RankView
 from mdi_shared.request import Request
@@ -218,8 +218,7 @@ class Placer:
         except MiniDeepInferError:
             raise
         except Exception as error:  # whatever a placement raises, one line names it
-            text = " ".join(str(error).split())
-            raise self._wrong(request, f"raised {type(error).__name__}: {text}") from error
+            raise self._wrong(request, raised(error)) from error
         if type(rank) is not int or not 0 <= rank < len(self.ranks):
             raise self._wrong(request, f"returned {rank!r}, but the ranks are 0 to "
                               f"{len(self.ranks) - 1}")  # fmt: skip

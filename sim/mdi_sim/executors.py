@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
-from mdi_shared.errors import ConfigError, require, require_int
+from mdi_shared.errors import ConfigError, first_line, require, require_int
 
 CONNECT_S = 30  # for a cluster to answer, and to have a worker
 _ADDRESS = re.compile(r"\S+:\d+")
@@ -151,5 +151,5 @@ def _not_installed(engine: str, error: ModuleNotFoundError) -> ConfigError:
 
 
 def _unreachable(cluster: str, error: Exception) -> ConfigError:
-    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    said = first_line(error) or type(error).__name__
     return ConfigError("cluster", cluster, f"cannot be reached within {CONNECT_S} s: {said:.200}")

@@ -14,7 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
-from mdi_shared.errors import MiniDeepInferError, require_int
+from mdi_shared.errors import MiniDeepInferError, first_line, require_int
 from mdi_sim.executors import Workers, processes
 
 Task = TypeVar("Task")
@@ -110,7 +110,7 @@ def _result(future: Future[_Ended[Result]]) -> Result:
     try:
         ended = future.result()
     except Exception as error:  # every executor has its own
-        said = (str(error).strip().splitlines() or ["cancelled"])[0]
+        said = first_line(error) or "cancelled"
         raise MiniDeepInferError(f"a worker has died ({type(error).__name__}: {said:.200}); what "
                                  "had ended is kept") from error  # fmt: skip
     if ended.error is not None:

@@ -15,6 +15,24 @@ class Done(NamedTuple):
     err: str
 
 
+class InterruptingBar:
+    """A progress bar at which somebody presses Ctrl-C when it counts the second time."""
+
+    def __init__(self, *_):
+        self.left = 2
+
+    def __enter__(self):
+        return self.count
+
+    def __exit__(self, *_):
+        return None
+
+    def count(self, _):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
 @pytest.fixture
 def mdi(tmp_path, monkeypatch, capsys):
     """Run `mdi` with the given arguments; relative paths lie in a folder of the test's own."""

@@ -8,6 +8,7 @@ import pytest
 
 from mdi_sim.search.rows import load_rows
 from minideepinfer.cli import INTERRUPTED
+from tests.cli.conftest import InterruptingBar
 
 FEW = ("azure-conv", "-n", 8, "--load", 20, "--set", "max_model_len=16384", "--ranks", 1,
        "--cost", "h200-flash-slice", "--jobs", 1)  # fmt: skip
@@ -65,22 +66,7 @@ def test_a_file_says_the_same_as_flags(mdi):
 
 
 def test_interrupted_it_keeps_what_it_has(mdi, monkeypatch):
-    class Bar:
-        def __init__(self, *_):
-            self.left = 2
-
-        def __enter__(self):
-            return self.count
-
-        def __exit__(self, *_):
-            return None
-
-        def count(self, _):
-            self.left -= 1
-            if not self.left:
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr(import_module("minideepinfer.commands.lab"), "progress", Bar)
+    monkeypatch.setattr(import_module("minideepinfer.commands.lab"), "progress", InterruptingBar)
     done = mdi("lab", *FEW, "--seeds", 4)
     assert done.code == INTERRUPTED
     assert "interrupted: 2 runs missing; the same command goes on from here" in done.out

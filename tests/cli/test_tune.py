@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from minideepinfer.cli import INTERRUPTED
+from tests.cli.conftest import InterruptingBar
 
 MODEL = Path(__file__).parents[2] / "traces" / "models" / "h200-flash-slice.json"
 FEW = ("--workload", "azure-conv", "-n", 25, "--cost", MODEL, "--trials", 6, "--jobs", 1)
@@ -67,22 +68,7 @@ def test_a_roofline_has_no_error_bar(mdi, small):
 
 
 def test_interrupted_it_shows_what_it_has(mdi, monkeypatch):
-    class Bar:
-        def __init__(self, *_):
-            self.left = 2
-
-        def __enter__(self):
-            return self.count
-
-        def __exit__(self, *_):
-            return None
-
-        def count(self, _):
-            self.left -= 1
-            if not self.left:
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr(import_module("minideepinfer.commands.tune"), "progress", Bar)
+    monkeypatch.setattr(import_module("minideepinfer.commands.tune"), "progress", InterruptingBar)
     done = mdi("tune", *FEW, "--for", "throughput")
     assert done.code == INTERRUPTED
     assert "2 settings tried" in done.out

@@ -111,5 +111,5 @@ def test_nothing_waits_for_the_device(options):
 def test_no_rows():
     sampler = Sampler(1024, eos_token_id=EOS, device="cuda")
     logits = torch.empty((0, 1024), device="cuda")
-    found = sampler(logits, replace(rows_of_draws(draws_of(1), "cuda").part(0, 0)))
+    found = sampler(logits, replace(rows_of_draws(draws_of(1), "cuda").part(slice(0))))
     assert found.token_ids.shape == (0,)

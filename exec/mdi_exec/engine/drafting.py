@@ -13,8 +13,8 @@ half), `step_program.py` (who calls this), `model/dspark.py` (the guessing).
 """
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,12 +100,9 @@ class Drafting:
         `rows` are those that the step's tokens were drawn by.
         """
         blocks = Blocks(verified.last, batch.starts + verified.accepted, batch.slots)
-        columns = {field.name: getattr(rows, field.name) for field in fields(rows)}
-        firsts: dict[str, Any] = {
-            name: c[batch.cu_q[:-1]] for name, c in columns.items() if isinstance(c, Tensor)
-        }
-        firsts["golden_ids"] = torch.full_like(firsts["golden_ids"], NO_GOLDEN)
-        asked = replace(rows, num_top=0, **firsts)
+        firsts = rows.part(batch.cu_q[:-1])
+        nothing = torch.full_like(firsts.golden_ids, NO_GOLDEN)
+        asked = replace(firsts, num_top=0, golden_ids=nothing)
 
         def pick(i: int, logits: Tensor) -> Tensor:
             # The token at base + 1 is known; the i-th draft is the one behind it and i others.

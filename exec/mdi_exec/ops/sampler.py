@@ -57,11 +57,11 @@ class SamplingRows:
         values: dict[str, Any] = {**tensors, **needs._asdict()}
         return cls(**values)
 
-    def part(self, start: int, stop: int) -> "SamplingRows":
-        """Return rows start .. stop-1, with the whole batch's needs."""
+    def part(self, rows: slice | Tensor) -> "SamplingRows":
+        """Return these rows (a range, or int64 indices), with the whole batch's needs."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         cut: dict[str, Any] = {
-            name: c[start:stop] for name, c in columns.items() if isinstance(c, Tensor)
+            name: c[rows] for name, c in columns.items() if isinstance(c, Tensor)
         }
         return replace(self, **cut)
 
@@ -114,7 +114,7 @@ class Sampler:
 
 def sample_ref(logits: Tensor, rows: SamplingRows, bans: Bans) -> Sampled:
     parts = [
-        _sample(logits[i : i + ROWS_AT_ONCE], rows.part(i, i + ROWS_AT_ONCE), bans)
+        _sample(logits[i : i + ROWS_AT_ONCE], rows.part(slice(i, i + ROWS_AT_ONCE)), bans)
         for i in range(0, max(logits.shape[0], 1), ROWS_AT_ONCE)
     ]
     return Sampled(*map(torch.cat, zip(*parts, strict=True)))

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from mdi_exec.errors import GroupError
-from mdi_exec.ranks.parallel import ERROR_KEY, ProcessGroup, RankGroup, first_line
-from mdi_shared.errors import ConfigError, MiniDeepInferError
+from mdi_exec.ranks.parallel import ERROR_KEY, ProcessGroup, RankGroup
+from mdi_shared.errors import ConfigError, MiniDeepInferError, first_line
 
 START_TIMEOUT_S = 30.0  # for all ranks to come; they are started together
 DEFAULT_TIMEOUT_S = 600.0  # for a rank that is there to be heard of again

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 
 from mdi_exec.errors import GroupError
 from mdi_exec.ranks.collectives import Collectives
-from mdi_shared.errors import ConfigError
+from mdi_shared.errors import ConfigError, first_line
 from mdi_shared.loop import Vote
 from mdi_shared.vote import ALL, ANY, NONE, decide
 
@@ -199,10 +199,6 @@ class ProcessGroup(RankGroup):
 def _describe(error: BaseException) -> str:
     name, text = type(error).__name__, first_line(error)
     return text if isinstance(error, ConfigError) else f"{name}: {text}" if text else name
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
 
 
 def _is_lost_connection(error: BaseException) -> bool:

@@ -5,7 +5,7 @@ Read next: `mdi_shared/blocks.py` (the pool without), `cache.py` (the user).
 
 from collections.abc import Callable, Iterable
 
-from mdi_shared.blocks import BlockPool, Fit
+from mdi_shared.blocks import BlockPool
 
 
 class SharedBlockPool(BlockPool):
@@ -29,11 +29,6 @@ class SharedBlockPool(BlockPool):
     @property
     def num_free(self) -> int:
         return len(self._free) + len(self._idle)
-
-    def fits(self, count: int) -> Fit:
-        if count >= self.num_total:
-            return Fit.NEVER
-        return Fit.OK if self.num_free >= count else Fit.LATER
 
     def allocate(self, count: int = 1) -> list[int]:
         assert count <= self.num_free, f"{count} ids wanted, {self.num_free} free"

@@ -18,10 +18,10 @@ from mdi_shared.errors import MiniDeepInferError, require, require_number
 from mdi_sim.executors import Workers
 from mdi_sim.search.lab import Lab, Planned, PlannedRuns, run_lab
 from mdi_sim.search.rows import Row
+from mdi_sim.search.settings import DEFAULT_TOLERANCE
 from mdi_sim.search.statistics import Interval, Variant, simultaneous, t_interval
 from mdi_sim.search.store import Store
 
-DEFAULT_TOLERANCE = 0.02
 RATE = "{rate}"  # where a load has the rate that is searched
 BY_RATE = f"rate={RATE}"
 MOST_STEPS = 80  # of one search: 40 doublings either way are beyond any rate

@@ -138,7 +138,7 @@ def save_rows(path: Path, rows: Iterable[Row], plan: Mapping[str, Any]) -> None:
     table = pa.Table.from_pylist(list(rows), schema=SCHEMA)
     table = table.replace_schema_metadata({PLAN_KEY: json.dumps(plan, sort_keys=True).encode()})
     with atomic_file(path) as file:
-        pq.write_table(table.cast(SCHEMA.with_metadata(table.schema.metadata)), file)
+        pq.write_table(table, file)
 
 
 def load_rows(path: Path) -> tuple["pd.DataFrame", dict[str, Any]]:

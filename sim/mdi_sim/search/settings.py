@@ -23,7 +23,10 @@ BUDGET_FACTORS = (1 / 16, 1 / 4, 1, 4)  # of the default budget
 TARGET_FACTORS = (1 / 8, 1 / 2, 1)  # of it, too: the target is what such a chunk takes
 INTERVALS = (1, 8)  # beside the default
 SEAT_FACTORS = (1, 1 / 4)
+# What commands show before anything heavy is loaded.
 DEFAULT_TRIALS = 64  # settings of one tuning
+DEFAULT_SEEDS = 5  # replicates of a lab or a capacity
+DEFAULT_TOLERANCE = 0.02  # how near the search of a capacity comes, a ratio
 MOST_BUDGET_FACTOR = 4  # a longer step needs more workspace than the default was chosen for
 
 

@@ -106,7 +106,7 @@ def paired_differences(
 
     One row per variant and workload: its names, `value` and `baseline` (means over the seeds both
     have), `change` (relative where `is_relative`), `low`, `high` (NaN for a single seed), `n`.
-    """  # fmt: skip
+    """
     import pandas as pd
 
     require_measure(measure)
@@ -117,9 +117,10 @@ def paired_differences(
         if baseline not in table:
             continue
         for variant in table:
-            both = table[[baseline, variant]].dropna() if variant != baseline else (
-                table[[baseline]].dropna())  # fmt: skip
-            if variant == baseline or both.empty:
+            if variant == baseline:
+                continue
+            both = table[[baseline, variant]].dropna()
+            if both.empty:
                 continue
             base, own = (both[each].to_numpy() for each in (baseline, variant))
             change = t_interval(_differences(measure, own, base), confidence)
@@ -140,10 +141,10 @@ def ranking(
 ) -> list[Standing]:
     """Return all variants, the best mean of `measure` first; those with failed runs come last.
 
-    A change is against `baseline`; it averages over workloads, then over
-    seeds, whose spread gives the interval; a trace that no seed changes counts alike in each. On
-    the front are the variants that no other beats in both measures of `front`.
-    """  # fmt: skip
+    A change is against `baseline`; it averages over workloads, then over seeds, whose spread gives
+    the interval; a trace that no seed changes counts alike in each. On the front are the variants
+    that no other beats in both measures of `front`.
+    """
     for name in (measure, *front, *shown):
         require_measure(name)
     names = list(dict.fromkeys((measure, *front, *shown)))
